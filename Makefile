@@ -1,0 +1,75 @@
+# Every command that a user or CI needs. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Further arguments, such as `make test PYTEST_ARGS="-k tiers"`.
+TRAIN_ARGS ?=
+COMPARE_ARGS ?=
+PYTEST_ARGS ?=
+
+TRACES := training/data/traces/h200_llama3-8b-shape_eagle3_fa3
+H200_NOTES := "KV capacity: the speculative server's log gives tokens and a usage rounded to 0.01; \
+the capacities that fit every decode line are 693,316 to 697,039 (the server without speculation: \
+725,062 to 732,988)."
+KIMI_NOTES := "Assumed: 3 draft steps, accept length 2.88 (InferenceX golden value of Kimi K2.5 \
+EAGLE-3 at 3 steps, measured on other hardware), 48 running requests with speculation (SGLang's \
+default)."
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint check calibrations clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(VENV)/.train ## train the policy, then compare it with the baselines
+	$(BIN)/python -m training.ppo $(TRAIN_ARGS)
+	$(BIN)/python -m training.compare $(COMPARE_ARGS)
+
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test ## what CI runs
+
+calibrations: $(VENV)/.train ## make the shipped calibrations again
+	$(BIN)/python -m training.calibrate \
+	    $(TRACES)_native.jsonl.gz \
+	    $(TRACES)_native_second-run.jsonl.gz \
+	    $(TRACES)_speculative.jsonl.gz \
+	    $(TRACES)_zero-step-skips-draft-extend.jsonl.gz \
+	    -o checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json \
+	    --kv-capacity-tokens 695000 --chunk-tokens 16384 --notes $(H200_NOTES)
+	$(BIN)/python -m training.calibrate \
+	    training/data/tables/kimi_k2.5_8gpu_throughput.csv \
+	    -o checkpoints/calibrations/kimi-k2.5-8gpu-table.json \
+	    --num-steps 3 --accept-len 2.88 --notes $(KIMI_NOTES)
+
+clean: ## remove build outputs and caches
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and remove the virtual environment
+	rm -rf $(VENV)
+
+# The files .train and .dev say that the extra of that name is installed.
+$(VENV)/.train: constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[train]'
+	@touch $@
+
+$(VENV)/.dev: constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.train
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "specgovernor needs Python 3.11 or newer, but '$(PYTHON)' is" \
+	        "$$($(PYTHON) --version 2>&1); give another with make PYTHON=python3.11" >&2; \
+	    exit 1; \
+	}
+	$(PYTHON) -m venv $(VENV)

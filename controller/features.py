@@ -1,0 +1,187 @@
+"""What the policy sees: the one place that owns feature order and scaling.
+
+An observation for ``K`` tiers is a flat vector of ``len(GLOBAL_FEATURES) + K *
+len(TIER_FEATURES)`` numbers: the global features, then the features of the first tier, then those
+of the second, and so on. All are clipped to the range in the tables below. Costs enter only as
+ratios between tiers, so one policy reads any calibration. Every input is a count, a calibrated
+constant or an accept result: equal on all tensor-parallel ranks, and never a clock reading.
+"""
+
+import math
+from collections.abc import MutableSequence, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from controller.acceptance import NUM_SCALES, estimate_accept_len
+from controller.memory import (
+    CURRENT_TIER,
+    JOINED,
+    ROUNDS_SINCE_SPECULATION,
+    ROUNDS_SINCE_SWITCH,
+)
+from controller.tiers import MAX_NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number of an observation.
+
+    Attributes:
+        name: Name in the checkpoint's manifest.
+        unit: Unit before scaling.
+        low: Smallest value after scaling; smaller ones are clipped.
+        high: Largest value after scaling.
+        description: Formula and meaning.
+    """
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    description: str
+
+
+GLOBAL_FEATURES = (
+    Feature("batch_size", "requests", 0, 1, "log2(1 + running requests) / 10"),
+    Feature("occupancy", "share", 0, 1, "running requests / max running requests"),
+    Feature("queue_depth", "requests", 0, 1, "log2(1 + waiting requests) / 10"),
+    Feature("context_per_request", "tokens", 0, 1, "log2(1 + context tokens / batch) / 20"),
+    Feature("kv_use", "share", 0, 1, "KV tokens in use or reserved / KV capacity"),
+    Feature("speculating", "flag", 0, 1, "1 if the last launched tier speculates"),
+    Feature("num_steps", "draft steps", 0, 1, "draft steps of the last launched tier / 7"),
+    Feature("since_switch", "rounds", 0, 1, "log2(1 + rounds since the last switch) / 12"),
+    Feature("since_speculation", "rounds", 0, 1, "log2(1 + rounds since speculating) / 12"),
+    Feature("unseen", "share", 0, 1, "requests that joined since the last speculation / batch"),
+    Feature("accept_rate_fast", "share", 0, 1, "accept rate of the first draft, fast scale"),
+    Feature("accept_rate_medium", "share", 0, 1, "the same, medium scale"),
+    Feature("accept_rate_slow", "share", 0, 1, "the same, slow scale"),
+    Feature("evidence_fast", "tries", 0, 1, "log2(1 + decayed tries of the first draft) / 14"),
+    Feature("evidence_medium", "tries", 0, 1, "the same, medium scale"),
+    Feature("evidence_slow", "tries", 0, 1, "the same, slow scale"),
+)
+
+TIER_FEATURES = (
+    Feature("off", "flag", 0, 1, "1 if the tier does not draft"),
+    Feature("num_steps", "draft steps", 0, 1, "draft steps / 7"),
+    Feature("current", "flag", 0, 1, "1 if the tier was launched last"),
+    Feature("cost", "log ratio", -3, 3, "ln(round time / round time of the first tier)"),
+    Feature("gain_fast", "log ratio", -2, 0, "ln(tokens/s / best tier's tokens/s), fast scale"),
+    Feature("gain_medium", "log ratio", -2, 0, "the same, medium scale"),
+    Feature("gain_slow", "log ratio", -2, 0, "the same, slow scale"),
+    Feature("advantage", "log ratio", -2, 2, "ln(tokens/s / first tier's tokens/s), medium scale"),
+    Feature("ceiling", "log ratio", -2, 2, "the same, were 95% of all drafts accepted"),
+    Feature("recent_accept_len", "ln tokens", 0, 3, "ln(mean accept length of its recent rounds)"),
+    Feature("since_used", "rounds", 0, 1, "log2(1 + rounds since the tier ran) / 12"),
+)
+
+NUM_GLOBAL = len(GLOBAL_FEATURES)
+NUM_PER_TIER = len(TIER_FEATURES)
+CEILING_RATE = 0.95
+SCRATCH_SIZE = NUM_SCALES * (MAX_NUM_STEPS + 1)
+"""Length of the work space: accept lengths by scale and depth."""
+
+
+def feature_manifest() -> dict[str, Any]:
+    """Return the feature tables as plain values; a checkpoint is valid for this list alone."""
+    return {
+        "global": [asdict(feature) for feature in GLOBAL_FEATURES],
+        "tier": [asdict(feature) for feature in TIER_FEATURES],
+    }
+
+
+def observation_size(num_tiers: int) -> int:
+    """Return the length of an observation for ``num_tiers`` tiers."""
+    return NUM_GLOBAL + num_tiers * NUM_PER_TIER
+
+
+def observation_bounds(num_tiers: int) -> tuple[list[float], list[float]]:
+    """Return the smallest and largest value of every entry of an observation."""
+    features = GLOBAL_FEATURES + TIER_FEATURES * num_tiers
+    return [f.low for f in features], [f.high for f in features]
+
+
+def fill_observation(
+    out: MutableSequence[float],
+    batch_size: int,
+    queue_depth: int,
+    context_tokens: int,
+    kv_use: float,
+    max_running_requests: int,
+    memory: Sequence[float],
+    tries: Sequence[float],
+    successes: Sequence[float],
+    recent_accept_len: Sequence[float],
+    ages: Sequence[float],
+    num_steps: Sequence[int],
+    step_s: Sequence[float],
+    scratch: MutableSequence[float],
+) -> None:
+    """Fill one observation. Runs on lists in the server and compiled over arrays in ``env/``.
+
+    Args:
+        out: ``(observation_size(K),)``, filled.
+        batch_size: Running requests, at least 1.
+        queue_depth: Waiting requests.
+        context_tokens: Context tokens summed over the batch.
+        kv_use: Share of the KV cache in use or reserved, 0 to 1.
+        max_running_requests: The server's limit.
+        memory: ``(NUM_MEMORY,)``, see ``controller.memory``.
+        tries: ``(NUM_COUNTS,)``, see ``controller.acceptance``.
+        successes: ``(NUM_COUNTS,)``.
+        recent_accept_len: ``(K,)`` tokens, bonus included.
+        ages: ``(K,)`` rounds since each tier ran.
+        num_steps: ``(K,)`` draft steps of each tier, ascending; 0 is off.
+        step_s: ``(K,)`` predicted round time of each tier at this batch and context, seconds.
+        scratch: ``(SCRATCH_SIZE,)`` work space.
+    """
+    depths = MAX_NUM_STEPS + 1
+    estimate_accept_len(tries, successes, scratch)
+    current = int(memory[CURRENT_TIER])
+
+    out[0] = min(math.log2(1.0 + batch_size) / 10.0, 1.0)
+    out[1] = min(batch_size / max_running_requests, 1.0)
+    out[2] = min(math.log2(1.0 + queue_depth) / 10.0, 1.0)
+    out[3] = min(math.log2(1.0 + context_tokens / batch_size) / 20.0, 1.0)
+    out[4] = min(max(kv_use, 0.0), 1.0)
+    out[5] = 1.0 if num_steps[current] > 0 else 0.0
+    out[6] = num_steps[current] / MAX_NUM_STEPS
+    out[7] = min(math.log2(1.0 + memory[ROUNDS_SINCE_SWITCH]) / 12.0, 1.0)
+    out[8] = min(math.log2(1.0 + memory[ROUNDS_SINCE_SPECULATION]) / 12.0, 1.0)
+    out[9] = min(memory[JOINED] / batch_size, 1.0)
+    for scale in range(NUM_SCALES):
+        out[10 + scale] = scratch[scale * depths + 1] - 1.0
+        out[13 + scale] = min(math.log2(1.0 + tries[scale * MAX_NUM_STEPS]) / 14.0, 1.0)
+
+    # Four scores a tier, in ln(tokens/s): three estimates and the ceiling.
+    num_tiers = len(num_steps)
+    reference = math.log(step_s[0])
+    best_0 = best_1 = best_2 = -1e300
+    for k in range(num_tiers):
+        at = NUM_GLOBAL + k * NUM_PER_TIER
+        cost = math.log(step_s[k])
+        depth = num_steps[k]
+        score_0 = math.log(scratch[depth]) - cost
+        score_1 = math.log(scratch[depths + depth]) - cost
+        score_2 = math.log(scratch[2 * depths + depth]) - cost
+        best_0 = max(best_0, score_0)
+        best_1 = max(best_1, score_1)
+        best_2 = max(best_2, score_2)
+        ceiling = (1.0 - CEILING_RATE ** (depth + 1)) / (1.0 - CEILING_RATE)
+        out[at] = 1.0 if depth == 0 else 0.0
+        out[at + 1] = depth / MAX_NUM_STEPS
+        out[at + 2] = 1.0 if k == current else 0.0
+        out[at + 3] = min(max(cost - reference, -3.0), 3.0)
+        out[at + 4] = score_0
+        out[at + 5] = score_1
+        out[at + 6] = score_2
+        out[at + 8] = min(max(math.log(ceiling) - cost + reference, -2.0), 2.0)
+        out[at + 9] = min(max(math.log(recent_accept_len[k]), 0.0), 3.0)
+        out[at + 10] = min(math.log2(1.0 + ages[k]) / 12.0, 1.0)
+    first = math.log(scratch[depths + num_steps[0]]) - reference
+    # ``out`` may be float32, whose rounding must not lift a difference above 0.
+    for k in range(num_tiers):
+        at = NUM_GLOBAL + k * NUM_PER_TIER
+        out[at + 7] = min(max(out[at + 5] - first, -2.0), 2.0)
+        out[at + 4] = min(max(out[at + 4] - best_0, -2.0), 0.0)
+        out[at + 5] = min(max(out[at + 5] - best_1, -2.0), 0.0)
+        out[at + 6] = min(max(out[at + 6] - best_2, -2.0), 0.0)

@@ -1,0 +1,377 @@
+"""Train the policy with PPO in the simulator: ``python -m training.ppo``.
+
+From top to bottom: the settings, the callback that evaluates and saves, and the run. The update is
+Stable-Baselines3's; the discount per generated token is in ``training/semi_markov.py``.
+"""
+
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from stable_baselines3.common.callbacks import BaseCallback
+
+from controller.calibration import Calibration
+from controller.checkpoint import load_checkpoint, load_training_state, save_checkpoint
+from controller.errors import ConfigError, SpecGovernorError
+from controller.policy import NumpyPolicy
+from controller.tiers import DEFAULT_TIERS
+from env.deployment import Deployment
+from env.vector_env import GovernorVecEnv
+from training.cli import print_error
+from training.controllers import LearnedPolicy, Oracle
+from training.evaluation import evaluate
+from training.network import GovernorPolicy
+from training.semi_markov import SemiMarkovPPO
+from training.suite import default_cells, training_cells
+from training.tracking import open_run
+
+DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+DEFAULT_OUTPUT = Path("checkpoints/trained")
+EVALUATION_SEEDS = (900_001, 900_002)
+"""Seeds of the evaluations that choose the best checkpoint; the comparison uses others."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run."""
+
+    calibration: Path = DEFAULT_CALIBRATION
+    """Calibration file of the system to train for."""
+    output: Path = DEFAULT_OUTPUT
+    """Checkpoint directory. A checkpoint already there is kept as OUTPUT.previous."""
+    tiers: str = DEFAULT_TIERS
+    """Tiers to choose from, such as "off,1,3"; "off,3" is a plain on/off controller."""
+    off: Literal["auto", "native", "cold", "warm"] = "auto"
+    """What "off" means; auto takes cold if it is calibrated, else native."""
+    max_running_requests: int = 256
+    """Largest batch of the server. SGLang's default with speculation is 48."""
+    seed: int = 0
+    """Seed of everything that is random."""
+    total_steps: int = 10_000_000
+    """Decode rounds to learn from, over all servers."""
+    num_envs: int = 256
+    """Servers that run side by side."""
+    rollout_steps: int = 128
+    """Rounds of each server between two updates."""
+    minibatch_size: int = 4096
+    """Rounds in a gradient step."""
+    epochs: int = 4
+    """Passes over the rounds of an update."""
+    learning_rate: float = 1e-3
+    """Adam's step size at the start; falls linearly to a tenth."""
+    entropy_coefficient: float = 2e-3
+    """Weight of the entropy bonus at the start; falls linearly to zero."""
+    clip_range: float = 0.2
+    """PPO's clip range."""
+    gae_lambda: float = 0.95
+    """Decay of the advantage trace, a round."""
+    horizon_tokens: float = 256.0
+    """Discount horizon, in output tokens of each request."""
+    randomised_share: float = 0.4
+    """Share of the servers with a perturbed calibration."""
+    slo_weight: float = 0.0
+    """Seconds that a request outside its SLO (TTFT 2 s, TPOT 50 ms) adds to the cost."""
+    prior: float = 10.0
+    """Starting weight of the cost model's gain in a logit."""
+    hidden: int = 64
+    """Width of both hidden layers of the policy."""
+    evaluations: int = 10
+    """Evaluations of the policy, evenly spread; the best is kept."""
+    resume: Path | None = None
+    """Checkpoint to go on from, with its critic and optimizer, up to total_steps."""
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Where metrics go: files under wandb/, the W&B service, or nowhere."""
+    threads: int = 2
+    """CPU threads for PyTorch."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "max_running_requests",
+            "total_steps",
+            "num_envs",
+            "rollout_steps",
+            "minibatch_size",
+            "epochs",
+            "learning_rate",
+            "clip_range",
+            "horizon_tokens",
+            "hidden",
+            "evaluations",
+            "threads",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}: expected a positive number")
+        for name in ("gae_lambda", "randomised_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: expected 0 to 1")
+        for name in ("entropy_coefficient", "slo_weight", "prior", "seed"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value}: expected a number of at least 0")
+        if self.num_envs * self.rollout_steps < 2:
+            raise ConfigError("num_envs * rollout_steps is 1: PPO needs at least 2 rounds an update")
+
+    @property
+    def update_size(self) -> int:
+        """Rounds between two updates."""
+        return self.num_envs * self.rollout_steps
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+
+class TrainingMonitor(BaseCallback):
+    """Shows progress, logs each update, and keeps the checkpoint that evaluates best.
+
+    The score is the mean over the default cells of the policy's objective over the oracle's.
+    """
+
+    def __init__(self, config: TrainConfig, deployment: Deployment, run: Any, best: float) -> None:
+        super().__init__()
+        self.config = config
+        self.deployment = deployment
+        self.run = run
+        self.best = best
+        self.cells = default_cells(deployment)
+        self.reference = evaluate(Oracle(), self.cells, EVALUATION_SEEDS).objective
+        self.started = time.monotonic()
+        self.next_evaluation = 0
+        self.bar: Progress | None = None
+
+    def _on_training_start(self) -> None:
+        self.next_evaluation = self.num_timesteps
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TextColumn("reward {task.fields[reward]:.3f}"),
+            TextColumn("score {task.fields[score]:.4f} (best {task.fields[best]:.4f})"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self.bar.start()
+        self.task = self.bar.add_task(
+            "", total=self.config.total_steps, reward=0.0, score=0.0, best=max(self.best, 0.0)
+        )
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        # Reward per unit of discounted time: about -1 for a server that never speculates.
+        reward = float(buffer.rewards.mean() / np.maximum(1.0 - buffer.discounts, 1e-9).mean())
+        if self.num_timesteps >= self.next_evaluation:
+            self.next_evaluation += max(self.config.total_steps // self.config.evaluations, 1)
+            self.evaluate_and_save()
+        left = 1.0 - min(self.num_timesteps / self.config.total_steps, 1.0)
+        self.model.ent_coef = self.config.entropy_coefficient * left  # type: ignore[attr-defined]
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.num_timesteps, reward=reward)
+        logged = {
+            key.removeprefix("train/"): value
+            for key, value in self.logger.name_to_value.items()
+            if key.startswith("train/") and isinstance(value, (int, float, np.floating))
+        }
+        rate = (self.num_timesteps - self.model._num_timesteps_at_start) / max(
+            time.monotonic() - self.started, 1e-9
+        )
+        self.run.log({"reward": reward, "steps_per_s": rate, **logged}, step=self.num_timesteps)
+
+    def evaluate_and_save(self) -> None:
+        """Score the policy as it is now; save it if it is the best so far."""
+        policy: Any = self.model.policy
+        parameters = policy.actor.arrays()
+        outcome = evaluate(LearnedPolicy(NumpyPolicy(parameters)), self.cells, EVALUATION_SEEDS)
+        shares = (outcome.objective / self.reference).mean(axis=1)
+        score = float(shares.mean())
+        self.run.log({"score": score, "worst_cell": float(shares.min())}, step=self.num_timesteps)
+        if score > self.best:
+            self.best = score
+            self.save(parameters, shares)
+        if self.bar is not None:
+            self.bar.update(self.task, score=score, best=self.best)
+
+    def save(
+        self, parameters: dict[str, NDArray[np.float32]], shares: NDArray[np.float64]
+    ) -> None:
+        """Write the checkpoint with what resuming needs."""
+        state = {
+            f"policy.{name}": value.numpy().copy()
+            for name, value in self.model.policy.state_dict().items()
+        }
+        optimizer = self.model.policy.optimizer.state_dict()["state"]
+        for index, entry in optimizer.items():
+            for name, value in entry.items():
+                state[f"optimizer.{index}.{name}"] = np.array(value.numpy())
+        save_checkpoint(
+            self.config.output,
+            parameters=parameters,
+            tiers=self.deployment.resolved_tiers(),
+            calibration=self.deployment.calibration,
+            training_config=self.config.as_json(),
+            evaluation={
+                "score": self.best,
+                "share_of_oracle": {
+                    cell.name: round(float(share), 4)
+                    for cell, share in zip(self.cells, shares, strict=True)
+                },
+                "seeds": list(EVALUATION_SEEDS),
+                "steps": int(self.num_timesteps),
+            },
+            training_state=state,
+        )
+
+    def _on_training_end(self) -> None:
+        self.evaluate_and_save()
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=min(self.num_timesteps, self.config.total_steps))
+            self.bar.stop()
+            self.bar = None
+
+
+def build_model(config: TrainConfig, env: GovernorVecEnv) -> SemiMarkovPPO:
+    """Return an untrained model."""
+    return SemiMarkovPPO(
+        GovernorPolicy,
+        env,
+        learning_rate=lambda left: config.learning_rate * (0.1 + 0.9 * left),
+        n_steps=config.rollout_steps,
+        batch_size=min(config.minibatch_size, config.update_size),
+        n_epochs=config.epochs,
+        gamma=1.0,  # the env's own discounts count, see training/semi_markov.py
+        gae_lambda=config.gae_lambda,
+        clip_range=config.clip_range,
+        ent_coef=config.entropy_coefficient,
+        vf_coef=0.5,
+        max_grad_norm=0.5,
+        policy_kwargs={"hidden": config.hidden, "second": config.hidden, "prior": config.prior},
+        device="cpu",
+        seed=config.seed,
+    )
+
+
+def restore(model: SemiMarkovPPO, checkpoint: Path) -> float:
+    """Load policy, critic and optimizer into a model; return the checkpoint's score."""
+    loaded = load_checkpoint(checkpoint)
+    arrays = load_training_state(checkpoint)
+    policy_state = {
+        name.removeprefix("policy."): torch.from_numpy(np.array(value))
+        for name, value in arrays.items()
+        if name.startswith("policy.")
+    }
+    expected = {name: tuple(value.shape) for name, value in model.policy.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in policy_state.items()}
+    if expected != found:
+        raise ConfigError(
+            f"{checkpoint}: its networks have other shapes than these settings give; resume with "
+            "the tiers and widths that its policy.json lists under training_config"
+        )
+    model.policy.load_state_dict(policy_state)
+    entries: dict[int, dict[str, Any]] = {}
+    for name, value in arrays.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
+            entries.setdefault(int(index), {})[key] = torch.from_numpy(np.array(value))
+    optimizer = model.policy.optimizer
+    optimizer.load_state_dict(
+        {"state": entries, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    model.num_timesteps = int(loaded.evaluation["steps"])
+    return float(loaded.evaluation["score"])
+
+
+def keep_previous(output: Path, resume: Path | None) -> None:
+    """Move a checkpoint that the run would replace out of its way."""
+    if not output.exists() or (resume is not None and resume.resolve() == output.resolve()):
+        return
+    if not (output / "policy.json").exists():
+        raise ConfigError(
+            f"{output} exists and is not a checkpoint; give another --output, or move it away"
+        )
+    previous = output.with_name(output.name + ".previous")
+    number = 1
+    while previous.exists():
+        number += 1
+        previous = output.with_name(f"{output.name}.previous-{number}")
+    output.rename(previous)
+
+
+def train(config: TrainConfig) -> float:
+    """Run the training; return the best score. Ctrl-C ends it and keeps the best checkpoint."""
+    deployment = Deployment(
+        Calibration.load(config.calibration),
+        tiers=config.tiers,
+        off=config.off,
+        max_running_requests=config.max_running_requests,
+    )
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    rng = np.random.default_rng(config.seed)
+    env = GovernorVecEnv(
+        training_cells(deployment, config.num_envs, config.randomised_share, rng),
+        seed=1 + config.seed * 10_000_000_000,
+        horizon_tokens=config.horizon_tokens,
+        slo_weight=config.slo_weight,
+    )
+    model = build_model(config, env)
+    best = -math.inf
+    if config.resume is not None:
+        best = restore(model, config.resume)
+        if model.num_timesteps >= config.total_steps:
+            raise ConfigError(
+                f"{config.resume} has seen {model.num_timesteps} steps already; "
+                "give a larger --total-steps"
+            )
+    keep_previous(config.output, config.resume)
+    if config.resume is not None and config.resume.resolve() != config.output.resolve():
+        best = -math.inf  # the new directory needs a checkpoint of its own
+    run = open_run(config.wandb, config.as_json())
+    monitor = TrainingMonitor(config, deployment, run, best)
+    try:
+        model.learn(
+            config.total_steps - model.num_timesteps,
+            callback=monitor,
+            reset_num_timesteps=config.resume is None,
+        )
+    except KeyboardInterrupt:
+        monitor.evaluate_and_save()
+        monitor.close()
+        print(f"stopped after {model.num_timesteps} steps", file=sys.stderr)
+    finally:
+        monitor.close()
+        run.finish()
+    print(f"best score {monitor.best:.4f} (mean share of the oracle); saved to {config.output}")
+    return monitor.best
+
+
+def main() -> int:
+    """Run from the command line."""
+    try:
+        config = tyro.cli(TrainConfig, description=__doc__)
+        train(config)
+    except SpecGovernorError as error:
+        return print_error(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
