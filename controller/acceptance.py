@@ -7,7 +7,7 @@ JASA 1958). Unlike one rate for all positions it stays right when requests diffe
 a deep position are the ones that accept well.
 
 The counts decay with every speculative round, at three rates (:data:`DECAYS`). A position with few
-tries leans on its neighbour, and a fast scale leans on the next slower one, both with
+tries leans on its neighbour at the slow scale and on the next slower scale at the faster ones, with
 :data:`PRIOR_TRIES` pseudo-tries; with no evidence at all the rate is :data:`PRIOR_RATE`. When
 requests join a batch, the fast and medium counts shrink by the share that is new, since what was
 measured says nothing about them; the slow counts keep what the traffic looked like.

@@ -152,13 +152,12 @@ def fill_observation(
         out[10 + scale] = scratch[scale * depths + 1] - 1.0
         out[13 + scale] = min(math.log2(1.0 + tries[scale * MAX_NUM_STEPS]) / 14.0, 1.0)
 
-    # Four scores a tier, in ln(tokens/s): three estimates and the ceiling.
+    # Four scores a tier, in ln(tokens/s), off by a constant: three estimates and the ceiling.
     num_tiers = len(num_steps)
-    reference = math.log(step_s[0])
     best_0 = best_1 = best_2 = -1e300
     for k in range(num_tiers):
         at = NUM_GLOBAL + k * NUM_PER_TIER
-        cost = math.log(step_s[k])
+        cost = math.log(step_s[k] / step_s[0])
         depth = num_steps[k]
         score_0 = math.log(scratch[depth]) - cost
         score_1 = math.log(scratch[depths + depth]) - cost
@@ -170,14 +169,14 @@ def fill_observation(
         out[at] = 1.0 if depth == 0 else 0.0
         out[at + 1] = depth / MAX_NUM_STEPS
         out[at + 2] = 1.0 if k == current else 0.0
-        out[at + 3] = min(max(cost - reference, -3.0), 3.0)
+        out[at + 3] = min(max(cost, -3.0), 3.0)
         out[at + 4] = score_0
         out[at + 5] = score_1
         out[at + 6] = score_2
-        out[at + 8] = min(max(math.log(ceiling) - cost + reference, -2.0), 2.0)
+        out[at + 8] = min(max(math.log(ceiling) - cost, -2.0), 2.0)
         out[at + 9] = min(max(math.log(recent_accept_len[k]), 0.0), 3.0)
         out[at + 10] = min(math.log2(1.0 + ages[k]) / 12.0, 1.0)
-    first = math.log(scratch[depths + num_steps[0]]) - reference
+    first = math.log(scratch[depths + num_steps[0]])
     # ``out`` may be float32, whose rounding must not lift a difference above 0.
     for k in range(num_tiers):
         at = NUM_GLOBAL + k * NUM_PER_TIER

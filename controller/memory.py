@@ -12,11 +12,11 @@ from controller.acceptance import observe_join, observe_round
 CURRENT_TIER = 0
 """Index of the tier that was launched last."""
 ROUNDS_SINCE_SWITCH = 1
-"""Rounds launched on the current tier before the coming one, minus 1."""
+"""Rounds launched on the current tier after the one that switched to it."""
 ROUNDS_SINCE_SPECULATION = 2
 """Rounds launched since the last speculative one; 0 right after it."""
 STALE_ROUNDS = 3
-"""Rounds since the last speculative one that left the draft's KV behind."""
+"""Rounds that left the draft's KV behind, since it was last extended."""
 JOINED = 4
 """Requests that joined the batch since the last speculative round."""
 NUM_MEMORY = 5
@@ -94,8 +94,7 @@ def record_launch(
         memory[JOINED] = 0.0
         return cold_start
     memory[ROUNDS_SINCE_SPECULATION] += 1.0
-    if not keeps_draft_warm:
-        memory[STALE_ROUNDS] += 1.0
+    memory[STALE_ROUNDS] = 0.0 if keeps_draft_warm else memory[STALE_ROUNDS] + 1.0
     return False
 
 

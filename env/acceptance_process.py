@@ -1,8 +1,8 @@
 """How likely a draft is to be accepted: a rate that drifts, and a draft state that can go stale.
 
 Drift: levels drawn uniformly from [low, high], one each ``period``; each holds for half a period,
-then moves to the next along a straight line. With ``SHARED`` acceptance all requests follow one path over time in seconds; with ``PER_REQUEST`` each
-has a path of its own over its output tokens.
+then moves to the next along a straight line. With ``shared`` acceptance all requests follow one
+path over time in seconds; with ``per-request`` each has a path of its own over its output tokens.
 
 Stale draft state: rounds that leave the draft's KV behind (native or cold off) open a gap. On
 resuming SGLang drafts once from token 0 and a zero hidden state, so that round accepts at
@@ -111,4 +111,6 @@ def deficit_after_gap(config, stale_tokens):
 @kernel
 def deficit_after_tokens(config, deficit, tokens):
     """Return the deficit after the draft was extended over ``tokens`` more tokens."""
-    return deficit / (1.0 + tokens / config.recovery_tokens)
+    if deficit < 1e-12:
+        return 0.0
+    return deficit * 0.5 ** (tokens / config.recovery_tokens)

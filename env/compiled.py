@@ -8,6 +8,12 @@ sources that kernels are made of, so a change anywhere compiles anew.
 
 import hashlib
 import os
+import shutil
+import time
+
+# Spinning threads make a step a hundred times slower as soon as the cores are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,10 @@ from controller import features as controller_features
 from controller import memory as controller_memory
 
 
+KEEP_OTHER_S = 24 * 3600.0
+"""Age from which compiled code of other versions of the sources is removed."""
+
+
 def _cache_folder() -> Path | None:
     here = Path(__file__).parent
     controller = Path(controller_features.__file__).parent
@@ -30,6 +40,9 @@ def _cache_folder() -> Path | None:
     folder = here / "__pycache__" / f"kernels-{digest.hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for other in folder.parent.glob("kernels-*"):
+            if other != folder and time.time() - other.stat().st_mtime > KEEP_OTHER_S:
+                shutil.rmtree(other, ignore_errors=True)
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None

@@ -28,6 +28,8 @@ class Deployment:
         kv_capacity_tokens: Tokens that the KV cache holds; None takes the calibration's.
         chunk_tokens: Most new tokens of a prefill batch; None takes the calibration's, or 8192.
         overlap: Whether the overlap schedule is on.
+        noise: Whether round times scatter as measured. No observation depends on a round's time,
+            so leaving the scatter out changes no policy's merit, only how fast one learns.
         recovery: What an off stretch costs the acceptance afterwards.
     """
 
@@ -38,6 +40,7 @@ class Deployment:
     kv_capacity_tokens: int | None = None
     chunk_tokens: int | None = None
     overlap: bool = True
+    noise: bool = True
     recovery: DraftRecovery = field(default_factory=DraftRecovery)
 
     def __post_init__(self) -> None:
@@ -107,7 +110,9 @@ def stack_costs(deployments: list[Deployment]) -> Costs:
         keeps_warm=np.array([tier.keeps_draft_warm for tier in tiers], np.bool_),
         base_s=np.stack([table.base_s for table in tables]),
         context_s=np.stack([table.context_s_per_token for table in tables]),
-        noise=np.stack([table.relative_noise for table in tables]),
+        noise=np.stack(
+            [t.relative_noise * float(d.noise) for t, d in zip(tables, deployments, strict=True)]
+        ),
         prefill_base_s=np.array([cost.base_s for cost in prefill]),
         prefill_token_s=np.array([cost.s_per_token for cost in prefill]),
     )

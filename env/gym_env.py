@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from controller.errors import ConfigError
 from controller.features import GLOBAL_FEATURES, TIER_FEATURES, observation_bounds
 from env.scale import reference_batch
 from env.simulator import Cell, Simulator
@@ -38,7 +39,8 @@ class GovernorEnv(gym.Env[NDArray[np.float32], np.int64]):
     ## Reward
     Minus the integral of the requests in the system (running and queued) over the time from this
     decision to the next, in request-seconds. By Little's law the sum over an episode is minus the
-    total time that requests spend in the system. With ``slo_weight`` each request that finishes
+    total time that requests spend in the system (less what passes before the first decision, which
+    no controller can change). With ``slo_weight`` each request that finishes
     outside its SLO costs that many seconds more.
 
     ## Episode
@@ -68,6 +70,8 @@ class GovernorEnv(gym.Env[NDArray[np.float32], np.int64]):
         slo_ttft_s: float = 2.0,
         slo_tpot_s: float = 0.05,
     ) -> None:
+        if not horizon_tokens > 0:
+            raise ConfigError(f"horizon_tokens {horizon_tokens}: expected a positive number")
         self.cell = cell
         self.simulator = Simulator([cell], slo_weight, slo_ttft_s, slo_tpot_s)
         self.tiers = self.simulator.tiers

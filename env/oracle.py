@@ -12,8 +12,9 @@ so that plans of different length can be compared while load and acceptance chan
 the smallest share of its request time lost wins, and its first round is run.
 
 Bound: the tier with the most expected tokens per second in this round, with a draft that never goes
-stale. Free switching makes the one-round choice optimal, so no controller can do better on average
-in a closed loop; with real switching costs it is out of reach.
+stale. Free switching makes the one-round choice the best one in a closed loop, up to what the
+fixed cost of prefill batches and the spread of lengths hide from it; with real switching costs it
+is out of reach.
 """
 
 import numpy as np
@@ -22,7 +23,8 @@ from numba import prange
 from controller.tiers import MAX_NUM_STEPS
 from env.acceptance_process import accept_rate, deficit_after_gap, deficit_after_tokens
 from env.compiled import kernel
-from env.decode import draft_rate, expected_step_s
+from env.decode import expected_tokens
+from env.ideal import add_powers, best_rate, full_round_s
 from env.server_loop import step_server
 
 BLOCKS = np.array([1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16])
@@ -40,36 +42,78 @@ def warm_moments(state, e, moments):
         request_id = state.running[e, i]
         generated = state.request[e, request_id].generated
         rate = accept_rate(config, request_id, generated, server.now_s)
-        add_powers(moments, rate)
+        add_powers(moments, rate, state.request[e, request_id].output_tokens - generated)
 
 
 @kernel
-def add_powers(moments, rate):
-    """Add ``rate ** j`` to ``moments[j]`` for every ``j``."""
-    power = 1.0
-    for j in range(MAX_NUM_STEPS + 1):
-        moments[j] += power
-        power *= rate
+def copy_batch(state, e, ids, work):
+    """Copy the unfinished running requests into the work space.
+
+    Returns:
+        Their number, and their context tokens.
+    """
+    size = 0
+    context = 0.0
+    for i in range(state.server[e].num_running):
+        request_id = state.running[e, i]
+        request = state.request[e, request_id]
+        if request.finished_in < 0:
+            ids[size] = request_id
+            work[0, size] = request.generated
+            work[1, size] = request.stale_tokens
+            work[2, size] = request.deficit
+            context += request.prompt_tokens + request.generated
+            size += 1
+    return size, context
 
 
 @kernel
-def best_rate(costs, row, moments, batch_size, context_tokens):
-    """Return the best tier and its tokens per second for a batch with these warm moments."""
-    best = -1.0
-    best_tier = 0
-    for k in range(costs.num_steps.shape[0]):
-        tokens = 0.0
-        for j in range(costs.num_steps[k] + 1):
-            tokens += moments[j]
-        rate = tokens / expected_step_s(costs, row, k, batch_size, context_tokens)
-        if rate > best:
-            best = rate
-            best_tier = k
-    return best_tier, best
+def expect_rounds(config, ids, work, size, now_s, num_steps, keeps_warm, repeat, moments):
+    """Let the copy decode ``repeat`` rounds as expected; return its tokens, fill the moments."""
+    moments[:] = 0.0
+    tokens = 0.0
+    for i in range(size):
+        rate = accept_rate(config, ids[i], work[0, i], now_s)
+        add_powers(moments, rate, MAX_NUM_STEPS + 1)
+        if work[1, i] > 0.0:
+            rate *= config.cold_start_share
+        else:
+            rate *= 1.0 - config.worst_loss * work[2, i]
+        gain = repeat * expected_tokens(rate, num_steps)
+        tokens += gain
+        work[0, i] += gain
+        if not keeps_warm:
+            work[1, i] += gain
+        elif work[1, i] > 0.0:
+            work[2, i] = max(work[2, i], deficit_after_gap(config, work[1, i]))
+            work[1, i] = 0.0
+        else:
+            work[2, i] = deficit_after_tokens(config, work[2, i], gain)
+    return tokens
 
 
 @kernel
-def look_ahead(state, costs, e, tier, ids, generated, stale, deficit, lost):
+def drop_completed(state, e, ids, work, size):
+    """Take the requests with all their tokens out of the copy.
+
+    Returns:
+        How many are left, and the context tokens of those that left.
+    """
+    kept = 0
+    freed = 0.0
+    for i in range(size):
+        request = state.request[e, ids[i]]
+        if work[0, i] >= request.output_tokens:
+            freed += request.prompt_tokens + work[0, i]
+        else:
+            ids[kept] = ids[i]
+            work[:, kept] = work[:, i]
+            kept += 1
+    return kept, freed
+
+
+@kernel
+def look_ahead(state, costs, e, tier, ids, work, lost):
     """Hold one tier on a copy of the batch and fill ``lost`` with the share lost by each hold.
 
     Args:
@@ -77,112 +121,74 @@ def look_ahead(state, costs, e, tier, ids, generated, stale, deficit, lost):
         costs: Their round times.
         e: The server.
         tier: The tier to hold.
-        ids: ``(max_running,)`` work space, like the next three.
-        generated: Output tokens, as expected values.
-        stale: Gap of each request's draft, in tokens.
-        deficit: Deficit of each request's draft.
+        ids: ``(max_running,)`` work space.
+        work: ``(3, max_running)`` work space: tokens, gap and deficit of each request.
         lost: ``(len(HOLDS),)``, filled.
     """
     server = state.server[e]
     config = state.config[e]
-    num_steps = costs.num_steps[tier]
-    keeps_warm = costs.keeps_warm[tier]
-    now_s = server.now_s
-    size = 0
-    context = 0.0
-    for i in range(server.num_running):
-        request_id = state.running[e, i]
-        request = state.request[e, request_id]
-        if request.finished_in >= 0:
-            continue
-        ids[size] = request_id
-        generated[size] = request.generated
-        stale[size] = request.stale_tokens
-        deficit[size] = request.deficit
-        context += request.prompt_tokens + request.generated
-        size += 1
-    waiting = 0
-    upcoming = server.next_visible if config.concurrency == 0 else server.num_issued
-    in_system = float(server.num_in_system)
+    closed = config.concurrency > 0
     moments = np.empty(MAX_NUM_STEPS + 1)
-    lost_time = 0.0
-    all_time = 0.0
+    size, context = copy_batch(state, e, ids, work)
+    now_s = server.now_s
+    upcoming = server.num_issued if closed else server.next_visible
+    in_system = float(server.num_in_system)
+    queued = 0 if closed else server.num_waiting
+    waiting = 0
+    lost_s = 0.0
+    all_s = 0.0
     rounds = 0
     hold = 0
-    for block in range(BLOCKS.shape[0]):
-        repeat = BLOCKS[block]
+    for repeat in BLOCKS:
         if size > 0:
-            moments[:] = 0.0
-            tokens = 0.0
-            step_s = expected_step_s(costs, config.cost_row, tier, size, context)
-            for i in range(size):
-                rate = accept_rate(config, ids[i], generated[i], now_s)
-                add_powers(moments, rate)
-                if num_steps == 0:
-                    gain = 1.0
-                else:
-                    if stale[i] > 0.0:
-                        rate *= config.cold_start_share
-                    else:
-                        rate *= 1.0 - config.worst_loss * deficit[i]
-                    gain = 1.0
-                    power = 1.0
-                    for _ in range(num_steps):
-                        power *= rate
-                        gain += power
-                gain *= repeat
-                tokens += gain
-                generated[i] += gain
-                if not keeps_warm:
-                    stale[i] += gain
-                elif stale[i] > 0.0:
-                    deficit[i] = max(deficit[i], deficit_after_gap(config, stale[i]))
-                    stale[i] = 0.0
-                else:
-                    deficit[i] = deficit_after_tokens(config, deficit[i], gain)
-            _, best = best_rate(costs, config.cost_row, moments, size, context)
-            seconds = repeat * step_s
-            lost_time += in_system * (seconds - tokens / best)
-            all_time += in_system * seconds
+            tokens = expect_rounds(
+                config,
+                ids,
+                work,
+                size,
+                now_s,
+                costs.num_steps[tier],
+                costs.keeps_warm[tier],
+                repeat,
+                moments,
+            )
+            seconds = repeat * full_round_s(costs, config, tier, size, context, tokens / repeat)
+            _, best = best_rate(costs, config, moments, size, context)
+            lost_s += in_system * (seconds - tokens / best)
+            all_s += in_system * seconds
             now_s += seconds
             context += tokens
         rounds += repeat
         if rounds == HOLDS[hold]:
-            lost[hold] = lost_time / all_time if all_time > 0.0 else 0.0
+            lost[hold] = lost_s / all_s if all_s > 0.0 else 0.0
             hold += 1
 
-        # Those with their last token leave; in a closed loop each client sends its next request.
-        kept = 0
-        for i in range(size):
-            request = state.request[e, ids[i]]
-            if generated[i] >= request.output_tokens:
-                context -= request.prompt_tokens + generated[i]
-                if config.concurrency > 0:
-                    waiting += 1
-                else:
-                    in_system -= 1.0
+        # In a closed loop each client whose request is complete sends its next one.
+        before = size
+        size, freed = drop_completed(state, e, ids, work, size)
+        context -= freed
+        waiting += before - size
+        if not closed:
+            in_system -= before - size
+        while size < config.max_running_requests:
+            joining = upcoming
+            if queued > 0:
+                at = server.waiting_head + server.num_waiting - queued
+                joining = state.waiting[e, at % state.waiting.shape[1]]
+                queued -= 1
+            elif upcoming == config.num_requests or (closed and waiting == 0):
+                break
+            elif not closed and state.request[e, upcoming].arrival_s > now_s:
+                break
             else:
-                ids[kept] = ids[i]
-                generated[kept] = generated[i]
-                stale[kept] = stale[i]
-                deficit[kept] = deficit[i]
-                kept += 1
-        size = kept
-        while size < config.max_running_requests and upcoming < config.num_requests:
-            if config.concurrency > 0:
-                if waiting == 0:
-                    break
                 waiting -= 1
-            else:
-                if state.request[e, upcoming].arrival_s > now_s:
-                    break
-                in_system += 1.0
-            ids[size] = upcoming
-            generated[size] = 1.0
-            stale[size] = 0.0
-            deficit[size] = 0.0
-            context += state.request[e, upcoming].prompt_tokens + 1
-            upcoming += 1
+                upcoming += 1
+                if not closed and joining >= server.next_arrival:
+                    in_system += 1.0
+            ids[size] = joining
+            work[0, size] = max(state.request[e, joining].generated, 1)
+            work[1:, size] = 0.0
+            context += state.request[e, joining].prompt_tokens + work[0, size]
             size += 1
 
 
@@ -192,7 +198,7 @@ def oracle_tier(state, costs, e, ids, work, lost):
     best = np.inf
     best_tier = 0
     for k in range(costs.num_steps.shape[0]):
-        look_ahead(state, costs, e, k, ids, work[0], work[1], work[2], lost)
+        look_ahead(state, costs, e, k, ids, work, lost)
         for hold in range(HOLDS.shape[0]):
             if lost[hold] < best - 1e-12:
                 best = lost[hold]
@@ -222,7 +228,7 @@ def run_bound(state, costs):
             warm_moments(state, e, moments)
             tier, _ = best_rate(
                 costs,
-                state.config[e].cost_row,
+                state.config[e],
                 moments,
                 max(server.num_running, 1),
                 server.context_tokens,

@@ -42,4 +42,6 @@ def drop_finished(state, e, batch_number):
         else:
             running[kept] = request_id
             kept += 1
+    if kept < server.num_running:
+        server.batch_full = False
     server.num_running = kept

@@ -10,9 +10,16 @@ import numpy as np
 from controller.features import fill_observation
 from controller.memory import CURRENT_TIER, record_join, record_launch, record_result, reset_memory
 from env.compiled import kernel
-from env.decode import expected_step_s, run_decode
+from env.decode import run_decode
+from env.ideal import expected_step_s
 from env.outcome import drop_finished
-from env.scheduler import NEW_TOKEN_RATIO, pull_arrivals, retract, run_prefill
+from env.scheduler import (
+    NEW_TOKEN_RATIO,
+    decay_new_token_ratio,
+    pull_arrivals,
+    retract,
+    run_prefill,
+)
 
 
 @kernel
@@ -33,7 +40,10 @@ def reset_server(state, e):
     server.context_tokens = 0
     server.kv_tokens = 0
     server.new_token_ratio = NEW_TOKEN_RATIO
+    server.batch_full = False
     server.output_tokens = 0
+    server.expected_tokens = 0.0
+    server.lost_s = 0.0
     server.num_rounds = 0
     server.num_batches = 0
     server.num_switches = 0
@@ -106,6 +116,36 @@ def is_done(state, e):
 
 
 @kernel
+def after_prefill(state, costs, e, joined):
+    """Do the bookkeeping of a prefill batch that ``joined`` requests came out of."""
+    server = state.server[e]
+    process_result(state, costs, e)
+    server.pending_batch = server.num_batches
+    if joined > 0:
+        record_join(state.memory[e], state.tries[e], state.successes[e], joined, server.num_running)
+    if not state.config[e].overlap:
+        process_result(state, costs, e)
+
+
+@kernel
+def wait_for_arrival(state, costs, e):
+    """Let an idle server see what it has not seen yet, and then sleep until the next arrival."""
+    server = state.server[e]
+    if server.pending_batch >= 0:
+        process_result(state, costs, e)
+    elif server.visible_s < server.now_s:
+        server.visible_s = server.now_s
+    else:
+        arrival_s = state.request[e, server.next_visible].arrival_s
+        if server.next_visible == server.next_arrival:
+            server.next_arrival += 1
+            server.num_in_system += 1
+        server.new_token_ratio = NEW_TOKEN_RATIO
+        server.now_s = max(server.now_s, arrival_s)
+        server.visible_s = server.now_s
+
+
+@kernel
 def advance(state, costs, e):
     """Run prefill batches and idle time until a decode round is due or the episode is over."""
     server = state.server[e]
@@ -116,29 +156,13 @@ def advance(state, costs, e):
         pull_arrivals(state, e)
         joined = run_prefill(state, costs, e)
         if joined >= 0:
-            process_result(state, costs, e)
-            server.pending_batch = server.num_batches
-            if joined > 0:
-                record_join(
-                    state.memory[e], state.tries[e], state.successes[e], joined, server.num_running
-                )
-            if not state.config[e].overlap:
-                process_result(state, costs, e)
+            after_prefill(state, costs, e, joined)
         elif server.num_running > 0:
-            if server.kv_tokens > state.config[e].kv_capacity_tokens:
-                retract(state, e)
+            if not retract(state, e):
+                decay_new_token_ratio(server)
             return
-        elif server.pending_batch >= 0:
-            process_result(state, costs, e)
-        elif server.visible_s < server.now_s:
-            server.visible_s = server.now_s
         else:
-            arrival_s = state.request[e, server.next_visible].arrival_s
-            if server.next_visible == server.next_arrival:
-                server.next_arrival += 1
-                server.num_in_system += 1
-            server.now_s = max(server.now_s, arrival_s)
-            server.visible_s = server.now_s
+            wait_for_arrival(state, costs, e)
 
 
 @kernel

@@ -12,6 +12,7 @@ from controller.features import SCRATCH_SIZE, observation_size
 from env.acceptance_process import KINDS
 from env.compiled import kernel
 from env.deployment import Deployment, stack_costs
+from env.privileged import fill_privileged
 from env.server_loop import advance, observe_server, reset_server, step_server
 from env.state import REQUEST, State, new_state
 from env.workload import ClosedLoop, RequestTable, Workload
@@ -38,20 +39,27 @@ def _reset(state, costs, servers):
 
 
 @kernel(parallel=True)
-def _step(state, costs, actions, area, tokens):
+def _step(state, costs, actions, area, tokens, expected, lost):
     for e in prange(actions.shape[0]):
         server = state.server[e]
         if server.done:
             area[e] = 0.0
             tokens[e] = 0
+            expected[e] = 0.0
+            lost[e] = 0.0
             continue
         area_before = server.area
         tokens_before = server.output_tokens
+        expected_before = server.expected_tokens
+        lost_before = server.lost_s
         misses_before = server.slo_misses
         step_server(state, costs, e, actions[e])
         missed = server.slo_misses - misses_before
-        area[e] = server.area - area_before + state.config[e].slo_weight * missed
+        missed_s = state.config[e].slo_weight * missed
+        area[e] = server.area - area_before + missed_s
+        lost[e] = server.lost_s - lost_before + missed_s
         tokens[e] = server.output_tokens - tokens_before
+        expected[e] = server.expected_tokens - expected_before
 
 
 @kernel(parallel=True)
@@ -61,6 +69,12 @@ def _observe(state, costs, out):
         step_s = np.empty(num_tiers)
         scratch = np.empty(SCRATCH_SIZE)
         observe_server(state, costs, e, out[e], step_s, scratch)
+
+
+@kernel(parallel=True)
+def _observe_privileged(state, out):
+    for e in prange(out.shape[0]):
+        fill_privileged(state, e, out[e])
 
 
 @kernel(parallel=True)
@@ -93,6 +107,11 @@ class Simulator:
     ) -> None:
         if not cells:
             raise ConfigError("a simulator needs at least one server, got none")
+        for name, value in (("slo_weight", slo_weight), ("slo_ttft_s", slo_ttft_s)):
+            if not 0.0 <= value < float("inf"):
+                raise ConfigError(f"{name} {value}: expected a number of at least 0")
+        if not 0.0 < slo_tpot_s < float("inf"):
+            raise ConfigError(f"slo_tpot_s {slo_tpot_s}: expected a positive number")
         self.cells = tuple(cells)
         deployments = list(dict.fromkeys(id(cell.deployment) for cell in cells))
         by_id = {id(cell.deployment): cell.deployment for cell in cells}
@@ -110,8 +129,11 @@ class Simulator:
         config.slo_weight, config.slo_ttft_s, config.slo_tpot_s = slo_weight, slo_ttft_s, slo_tpot_s
         for e, cell in enumerate(self.cells):
             self._configure(e, cell, deployments.index(id(cell.deployment)))
+        self._started = np.zeros(self.num_servers, np.bool_)
         self._area = np.zeros(self.num_servers)
         self._tokens = np.zeros(self.num_servers, np.int64)
+        self.expected_tokens = np.zeros(self.num_servers)
+        self.lost_s = np.zeros(self.num_servers)
 
     def _configure(self, e: int, cell: Cell, row: int) -> None:
         deployment, workload = cell.deployment, cell.workload
@@ -123,7 +145,6 @@ class Simulator:
             )
         config = self.state.config[e]
         load, recovery, acceptance = workload.load, deployment.recovery, workload.acceptance
-        closed = isinstance(load, ClosedLoop)
         config.cost_row = row
         config.initial_tier = deployment.initial_tier
         config.concurrency = load.concurrency if isinstance(load, ClosedLoop) else 0
@@ -134,6 +155,7 @@ class Simulator:
         config.reserved_tokens = deployment.reserved_tokens
         config.chunk_tokens = deployment.prefill_chunk
         config.overlap = deployment.overlap
+        config.mean_output_tokens = workload.outputs.mean()
         config.accept_kind = KINDS[acceptance.kind]
         config.accept_low = acceptance.low
         config.accept_high = acceptance.high
@@ -142,9 +164,6 @@ class Simulator:
         config.worst_loss = recovery.worst_loss
         config.gap_scale_tokens = recovery.gap_scale_tokens
         config.recovery_tokens = recovery.recovery_tokens
-        config.reward_scale = 1.0
-        config.discount_tokens = np.inf
-        self._closed = closed
 
     @property
     def observation_size(self) -> int:
@@ -156,9 +175,12 @@ class Simulator:
         chosen = np.arange(self.num_servers) if servers is None else np.asarray(servers, np.int64)
         if len(seeds) != len(chosen):
             raise ConfigError(f"expected one seed a server, got {len(seeds)} for {len(chosen)}")
+        if any(seed < 0 for seed in seeds):
+            raise ConfigError(f"seeds {min(seeds)}: expected whole numbers of at least 0")
         for e, seed in zip(chosen, seeds, strict=True):
             self._load(int(e), int(seed), self.cells[e].workload.sample(int(seed)))
         _reset(self.state, self.costs, chosen)
+        self._started[chosen] = True
 
     def _load(self, e: int, seed: int, table: RequestTable) -> None:
         self.state.config[e].seed = seed
@@ -177,21 +199,53 @@ class Simulator:
         Returns:
             ``(num_servers,)`` integral of the requests in system over the elapsed time, in
             seconds, SLO misses added at their weight; and ``(num_servers,)`` output tokens.
-            The arrays are reused by the next call.
+            The arrays are reused by the next call. ``expected_tokens`` holds the tokens that the
+            accept rates made likely, before the draws; ``lost_s`` the request-seconds that the
+            round lost against the best tier with a warm draft, SLO misses added.
         """
-        _step(self.state, self.costs, actions, self._area, self._tokens)
+        self._check(actions, ())
+        _step(
+            self.state,
+            self.costs,
+            actions,
+            self._area,
+            self._tokens,
+            self.expected_tokens,
+            self.lost_s,
+        )
         return self._area, self._tokens
+
+    def _check(self, tiers: NDArray[np.int64], least: tuple[int, ...]) -> None:
+        """Refuse what a kernel, which checks nothing, would read past the end of an array for."""
+        if not self._started.all():
+            raise ConfigError("the servers hold no episode yet; call reset first")
+        fits = tiers.ndim == 1 + len(least) and len(tiers) == self.num_servers
+        if not fits or tiers.shape[1:] < least or tiers.dtype.kind not in "iu":
+            raise ConfigError(
+                f"expected integer tier indices of shape {(self.num_servers, *least)}, got "
+                f"{tiers.dtype} of shape {tiers.shape}"
+            )
+        if tiers.min() < 0 or tiers.max() >= self.num_tiers:
+            raise ConfigError(
+                f"expected tier indices from 0 to {self.num_tiers - 1}, got {tiers.min()} to "
+                f"{tiers.max()}; they count the tiers {[tier.name for tier in self.tiers]}"
+            )
 
     def observe(self, out: NDArray[np.float32]) -> None:
         """Fill ``out`` (``(num_servers, observation_size)``) with the due decisions."""
         _observe(self.state, self.costs, out)
 
+    def observe_privileged(self, out: NDArray[np.float32]) -> None:
+        """Fill ``out`` (``(num_servers, NUM_PRIVILEGED)``), see ``env/privileged.py``."""
+        _observe_privileged(self.state, out)
+
     def run_tables(self, tables: NDArray[np.int64]) -> None:
         """Run all servers to the end under batch-size tables.
 
         Args:
-            tables: ``(num_servers, max_running + 1)`` tier index for each batch size.
+            tables: ``(num_servers, max_running + 1)`` or wider: tier index by batch size.
         """
+        self._check(tables, (self.state.running.shape[1],))
         _run_tables(self.state, self.costs, tables)
 
     @property

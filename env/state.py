@@ -26,6 +26,7 @@ CONFIG = np.dtype(
         ("reserved_tokens", np.int32),  # KV slots held for each running request's next rounds
         ("chunk_tokens", np.int32),
         ("overlap", np.bool_),
+        ("mean_output_tokens", np.float64),
         ("accept_kind", np.int32),
         ("accept_low", np.float64),
         ("accept_high", np.float64),
@@ -34,8 +35,6 @@ CONFIG = np.dtype(
         ("worst_loss", np.float64),
         ("gap_scale_tokens", np.float64),
         ("recovery_tokens", np.float64),
-        ("discount_tokens", np.float64),  # horizon of the discount, in output tokens
-        ("reward_scale", np.float64),
         ("slo_weight", np.float64),
         ("slo_ttft_s", np.float64),
         ("slo_tpot_s", np.float64),
@@ -58,7 +57,10 @@ SERVER = np.dtype(
         ("context_tokens", np.int64),  # summed over the running requests
         ("kv_tokens", np.int64),  # held or reserved, running requests and the chunked one
         ("new_token_ratio", np.float64),
+        ("batch_full", np.bool_),  # nobody is admitted until a request leaves
         ("output_tokens", np.int64),
+        ("expected_tokens", np.float64),  # the same, drafts counted by their accept rate
+        ("lost_s", np.float64),  # request-seconds lost against the best rate of each round
         ("num_rounds", np.int64),
         ("num_batches", np.int64),
         ("num_switches", np.int64),

@@ -26,7 +26,8 @@ class Lengths:
     high: int
 
     def __post_init__(self) -> None:
-        if not (self.median > 0 and self.sigma >= 0 and 1 <= self.low <= self.high):
+        finite = np.isfinite(self.median) and np.isfinite(self.sigma)
+        if not (finite and self.median > 0 and self.sigma >= 0 and 1 <= self.low <= self.high):
             raise ConfigError(
                 f"lengths {self}: expected median > 0, sigma >= 0 and 1 <= low <= high"
             )
@@ -82,7 +83,8 @@ class OpenLoop:
     num_requests: int
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.low_rate <= self.high_rate or self.period_s <= 0 or self.num_requests < 1:
+        rates = 0.0 < self.low_rate <= self.high_rate < np.inf
+        if not (rates and 0.0 < self.period_s < np.inf and self.num_requests >= 1):
             raise ConfigError(
                 f"{self}: expected 0 < low_rate <= high_rate, a positive period_s and at least one "
                 "request"

@@ -48,7 +48,7 @@ class BatchThreshold:
 
     def run(self, simulator: Simulator) -> None:
         """Run all servers until they are done."""
-        width = simulator.state.running.shape[1] + 1
+        width = simulator.state.running.shape[1]
         table = np.where(np.arange(width) <= self.threshold, self.tier, 0)
         simulator.run_tables(np.tile(table, (simulator.num_servers, 1)))
 

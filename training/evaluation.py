@@ -1,6 +1,6 @@
 """Run a controller on cells under paired seeds, and measure what users would see."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,10 @@ def measure(simulator: Simulator, num_cells: int, num_seeds: int) -> Outcome:
 
 
 def tune_threshold(
-    grid: Sequence[BatchThreshold], cells: Sequence[Cell], seeds: Sequence[int]
+    grid: Sequence[BatchThreshold],
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    watch: Callable[[Sequence[BatchThreshold]], Iterable[BatchThreshold]] = iter,
 ) -> BatchThreshold:
     """Return the pair of threshold and depth with the best mean log objective over all cells.
 
@@ -91,6 +94,7 @@ def tune_threshold(
         grid: Every pair to try.
         cells: The workloads that it must serve with one setting.
         seeds: Tuning seeds, apart from those that the comparison uses.
+        watch: Wraps the grid to show progress.
     """
-    scores = [np.log(evaluate(each, cells, seeds).objective).mean() for each in grid]
+    scores = [np.log(evaluate(each, cells, seeds).objective).mean() for each in watch(grid)]
     return grid[int(np.argmax(scores))]

@@ -76,6 +76,8 @@ class TierScorer(nn.Module):
 class GovernorPolicy(ActorCriticPolicy):
     """Actor and critic for Stable-Baselines3's PPO.
 
+    The actor sees the observation; the critic also what may follow it (``env/privileged.py``).
+
     Args:
         observation_space: Box of a governor env.
         action_space: ``Discrete(num_tiers)``.
@@ -94,7 +96,7 @@ class GovernorPolicy(ActorCriticPolicy):
         lr_schedule: Callable[[float], float],
         hidden: int = 64,
         second: int = 64,
-        prior: float = 10.0,
+        prior: float = 20.0,
         critic_width: int = 128,
         **kwargs: Any,
     ) -> None:
@@ -103,7 +105,8 @@ class GovernorPolicy(ActorCriticPolicy):
 
     def _build(self, lr_schedule: Callable[[float], float]) -> None:
         hidden, second, prior, width = self._sizes
-        size = observation_size(int(self.action_space.n))  # type: ignore[attr-defined]
+        self._visible = observation_size(int(self.action_space.n))  # type: ignore[attr-defined]
+        size = self.observation_space.shape[0]  # type: ignore[index]
         self.actor = TierScorer(hidden, second, prior)
         self.critic = nn.Sequential(
             nn.Linear(size, width),
@@ -118,7 +121,9 @@ class GovernorPolicy(ActorCriticPolicy):
 
     def get_distribution(self, obs: Any) -> Any:
         """Return the distribution over tiers."""
-        return self.action_dist.proba_distribution(action_logits=self.actor(obs))
+        return self.action_dist.proba_distribution(
+            action_logits=self.actor(obs[:, : self._visible])
+        )
 
     def predict_values(self, obs: Any) -> Tensor:
         """Return ``(batch, 1)`` values."""

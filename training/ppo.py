@@ -4,10 +4,12 @@ From top to bottom: the settings, the callback that evaluates and saves, and the
 Stable-Baselines3's; the discount per generated token is in ``training/semi_markov.py``.
 """
 
+import training.process  # noqa: F401, I001  (first: it sets up threads before PyTorch starts them)
+
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +58,7 @@ class TrainConfig:
     """Largest batch of the server. SGLang's default with speculation is 48."""
     seed: int = 0
     """Seed of everything that is random."""
-    total_steps: int = 10_000_000
+    total_steps: int = 8_000_000
     """Decode rounds to learn from, over all servers."""
     num_envs: int = 256
     """Servers that run side by side."""
@@ -67,8 +69,8 @@ class TrainConfig:
     epochs: int = 4
     """Passes over the rounds of an update."""
     learning_rate: float = 1e-3
-    """Adam's step size at the start; falls linearly to a tenth."""
-    entropy_coefficient: float = 2e-3
+    """Adam's step size at the start; falls linearly to a hundredth."""
+    entropy_coefficient: float = 0.0
     """Weight of the entropy bonus at the start; falls linearly to zero."""
     clip_range: float = 0.2
     """PPO's clip range."""
@@ -78,13 +80,17 @@ class TrainConfig:
     """Discount horizon, in output tokens of each request."""
     randomised_share: float = 0.4
     """Share of the servers with a perturbed calibration."""
+    critic_warmup: int = 500_000
+    """Rounds from which only the critic learns, so that the policy does not follow a blind one."""
+    averaging: float = 0.95
+    """Share of the averaged policy, which is the one that is saved, that an update keeps."""
     slo_weight: float = 0.0
     """Seconds that a request outside its SLO (TTFT 2 s, TPOT 50 ms) adds to the cost."""
-    prior: float = 10.0
+    prior: float = 20.0
     """Starting weight of the cost model's gain in a logit."""
     hidden: int = 64
     """Width of both hidden layers of the policy."""
-    evaluations: int = 10
+    evaluations: int = 16
     """Evaluations of the policy, evenly spread; the best is kept."""
     resume: Path | None = None
     """Checkpoint to go on from, with its critic and optimizer, up to total_steps."""
@@ -112,15 +118,17 @@ class TrainConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}: expected a positive number")
-        for name in ("gae_lambda", "randomised_share"):
+        for name in ("gae_lambda", "randomised_share", "averaging"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected 0 to 1")
-        for name in ("entropy_coefficient", "slo_weight", "prior", "seed"):
+        for name in ("entropy_coefficient", "slo_weight", "prior", "seed", "critic_warmup"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value}: expected a number of at least 0")
         if self.num_envs * self.rollout_steps < 2:
-            raise ConfigError("num_envs * rollout_steps is 1: PPO needs at least 2 rounds an update")
+            raise ConfigError(
+                "num_envs * rollout_steps is 1: PPO needs at least 2 rounds an update"
+            )
 
     @property
     def update_size(self) -> int:
@@ -148,6 +156,7 @@ class TrainingMonitor(BaseCallback):
         self.reference = evaluate(Oracle(), self.cells, EVALUATION_SEEDS).objective
         self.started = time.monotonic()
         self.next_evaluation = 0
+        self.average: dict[str, NDArray[np.float32]] | None = None
         self.bar: Progress | None = None
 
     def _on_training_start(self) -> None:
@@ -175,9 +184,13 @@ class TrainingMonitor(BaseCallback):
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
         # Reward per unit of discounted time: about -1 for a server that never speculates.
         reward = float(buffer.rewards.mean() / np.maximum(1.0 - buffer.discounts, 1e-9).mean())
+        self.follow()
         if self.num_timesteps >= self.next_evaluation:
             self.next_evaluation += max(self.config.total_steps // self.config.evaluations, 1)
             self.evaluate_and_save()
+        warm = self.num_timesteps > self.config.critic_warmup
+        for parameter in self.model.policy.actor.parameters():  # type: ignore[union-attr]
+            parameter.requires_grad_(warm)
         left = 1.0 - min(self.num_timesteps / self.config.total_steps, 1.0)
         self.model.ent_coef = self.config.entropy_coefficient * left  # type: ignore[attr-defined]
         if self.bar is not None:
@@ -192,10 +205,26 @@ class TrainingMonitor(BaseCallback):
         )
         self.run.log({"reward": reward, "steps_per_s": rate, **logged}, step=self.num_timesteps)
 
+    def follow(self) -> None:
+        """Move the averaged policy, which is what is evaluated and saved, towards the current one.
+
+        Averaged weights of an iterate that wanders around an optimum are nearer to it than the
+        iterate (Polyak and Juditsky, SIAM J. Control Optim. 1992).
+        """
+        policy: Any = self.model.policy
+        current = policy.actor.arrays()
+        if self.average is None:
+            self.average = current
+        keep = self.config.averaging
+        for name, value in current.items():
+            self.average[name] = (keep * self.average[name] + (1.0 - keep) * value).astype(
+                np.float32
+            )
+
     def evaluate_and_save(self) -> None:
         """Score the policy as it is now; save it if it is the best so far."""
         policy: Any = self.model.policy
-        parameters = policy.actor.arrays()
+        parameters = self.average or policy.actor.arrays()
         outcome = evaluate(LearnedPolicy(NumpyPolicy(parameters)), self.cells, EVALUATION_SEEDS)
         shares = (outcome.objective / self.reference).mean(axis=1)
         score = float(shares.mean())
@@ -203,12 +232,12 @@ class TrainingMonitor(BaseCallback):
         if score > self.best:
             self.best = score
             self.save(parameters, shares)
+        line = f"{self.num_timesteps:>10,} steps: score {score:.4f}, worst cell {shares.min():.4f}"
         if self.bar is not None:
             self.bar.update(self.task, score=score, best=self.best)
+            self.bar.console.print(line)
 
-    def save(
-        self, parameters: dict[str, NDArray[np.float32]], shares: NDArray[np.float64]
-    ) -> None:
+    def save(self, parameters: dict[str, NDArray[np.float32]], shares: NDArray[np.float64]) -> None:
         """Write the checkpoint with what resuming needs."""
         state = {
             f"policy.{name}": value.numpy().copy()
@@ -253,7 +282,7 @@ def build_model(config: TrainConfig, env: GovernorVecEnv) -> SemiMarkovPPO:
     return SemiMarkovPPO(
         GovernorPolicy,
         env,
-        learning_rate=lambda left: config.learning_rate * (0.1 + 0.9 * left),
+        learning_rate=lambda left: config.learning_rate * max(left, 0.01),
         n_steps=config.rollout_steps,
         batch_size=min(config.minibatch_size, config.update_size),
         n_epochs=config.epochs,
@@ -327,9 +356,13 @@ def train(config: TrainConfig) -> float:
     torch.manual_seed(config.seed)
     rng = np.random.default_rng(config.seed)
     env = GovernorVecEnv(
-        training_cells(deployment, config.num_envs, config.randomised_share, rng),
+        training_cells(
+            replace(deployment, noise=False), config.num_envs, config.randomised_share, rng
+        ),
         seed=1 + config.seed * 10_000_000_000,
         horizon_tokens=config.horizon_tokens,
+        clairvoyant=True,
+        privileged=True,
         slo_weight=config.slo_weight,
     )
     model = build_model(config, env)

@@ -56,6 +56,8 @@ def advantages_of(
 class SemiMarkovRolloutBuffer(RolloutBuffer):
     """A rollout buffer that keeps the discount and the end of every step."""
 
+    spread: NDArray[np.float32] | None = None
+
     def reset(self) -> None:
         """Empty the buffer."""
         super().reset()
@@ -80,6 +82,14 @@ class SemiMarkovRolloutBuffer(RolloutBuffer):
             self.gae_lambda,
         )
         self.returns = self.advantages + self.values
+        # Luck is far larger in a batch of one than in one of 256. On one scale for each server,
+        # no kind of load drowns out the others; it changes how cells are weighted, not what is
+        # best in any of them.
+        spread = self.advantages.std(axis=0)
+        if self.spread is None:
+            self.spread = spread
+        self.spread = 0.9 * self.spread + 0.1 * spread
+        self.advantages /= np.maximum(self.spread, 1e-8)
 
 
 class SemiMarkovPPO(PPO):

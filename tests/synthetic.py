@@ -1,0 +1,30 @@
+"""Small systems and workloads with round numbers, shared by the tests."""
+
+from controller.calibration import Calibration, PrefillCost, TierCost
+from env.acceptance_process import Acceptance
+from env.deployment import Deployment
+from env.simulator import Cell
+from env.workload import ClosedLoop, Lengths, Workload
+
+
+def calibration(off_s=0.010, deep_s=0.012, depth=3, off="cold"):
+    """One kind of off and one depth, at costs that depend on nothing."""
+    costs = tuple(
+        TierCost(name, (1, 64), (seconds, seconds), 0.0, (0.0, 0.0), 10**6, 100)
+        for name, seconds in ((off, off_s), (str(depth), deep_s))
+    )
+    prefill = PrefillCost(0.001, 0.0)
+    return Calibration("synthetic", costs, prefill, prefill, kv_capacity_tokens=10**6)
+
+
+def cell(deep_s, rate, concurrency=4, tokens=4000):
+    """A closed loop with constant acceptance."""
+    deployment = Deployment(calibration(deep_s=deep_s), tiers="off,3", max_running_requests=8)
+    workload = Workload(
+        "synthetic",
+        ClosedLoop(concurrency, tokens),
+        Acceptance("shared", rate, rate),
+        prompts=Lengths(16, 0.0, 16, 16),
+        outputs=Lengths(200, 0.2, 100, 400),
+    )
+    return Cell(deployment, workload)
