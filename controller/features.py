@@ -65,15 +65,17 @@ TIER_FEATURES = (
     Feature("num_steps", "draft steps", 0, 1, "draft steps / 7"),
     Feature("current", "flag", 0, 1, "1 if the tier was launched last"),
     Feature("cost", "log ratio", -3, 3, "ln(round time / round time of the first tier)"),
-    Feature("gain_fast", "log ratio", -2, 0, "ln(tokens/s / best tier's tokens/s), fast scale"),
-    Feature("gain_medium", "log ratio", -2, 0, "the same, medium scale"),
-    Feature("gain_slow", "log ratio", -2, 0, "the same, slow scale"),
-    Feature("advantage", "log ratio", -2, 2, "ln(tokens/s / first tier's tokens/s), medium scale"),
-    Feature("ceiling", "log ratio", -2, 2, "the same, were 95% of all drafts accepted"),
+    Feature("gain_fast", "log ratio", -10, 0, "10 ln(tokens/s / best tier's), fast scale"),
+    Feature("gain_medium", "log ratio", -10, 0, "the same, medium scale"),
+    Feature("gain_slow", "log ratio", -10, 0, "the same, slow scale"),
+    Feature("advantage", "log ratio", -10, 10, "10 ln(tokens/s / first tier's), medium scale"),
+    Feature("ceiling", "log ratio", -10, 10, "the same, were 95% of all drafts accepted"),
     Feature("recent_accept_len", "ln tokens", 0, 3, "ln(mean accept length of its recent rounds)"),
     Feature("since_used", "rounds", 0, 1, "log2(1 + rounds since the tier ran) / 12"),
 )
 
+GAIN_SCALE = 10.0
+"""Neighbouring tiers differ by a few percent: on the scale of the other features, a tenth is 1."""
 NUM_GLOBAL = len(GLOBAL_FEATURES)
 NUM_PER_TIER = len(TIER_FEATURES)
 CEILING_RATE = 0.95
@@ -173,14 +175,14 @@ def fill_observation(
         out[at + 4] = score_0
         out[at + 5] = score_1
         out[at + 6] = score_2
-        out[at + 8] = min(max(math.log(ceiling) - cost, -2.0), 2.0)
+        out[at + 8] = min(max(GAIN_SCALE * (math.log(ceiling) - cost), -10.0), 10.0)
         out[at + 9] = min(max(math.log(recent_accept_len[k]), 0.0), 3.0)
         out[at + 10] = min(math.log2(1.0 + ages[k]) / 12.0, 1.0)
     first = math.log(scratch[depths + num_steps[0]])
     # ``out`` may be float32, whose rounding must not lift a difference above 0.
     for k in range(num_tiers):
         at = NUM_GLOBAL + k * NUM_PER_TIER
-        out[at + 7] = min(max(out[at + 5] - first, -2.0), 2.0)
-        out[at + 4] = min(max(out[at + 4] - best_0, -2.0), 0.0)
-        out[at + 5] = min(max(out[at + 5] - best_1, -2.0), 0.0)
-        out[at + 6] = min(max(out[at + 6] - best_2, -2.0), 0.0)
+        out[at + 7] = min(max(GAIN_SCALE * (out[at + 5] - first), -10.0), 10.0)
+        out[at + 4] = min(max(GAIN_SCALE * (out[at + 4] - best_0), -10.0), 0.0)
+        out[at + 5] = min(max(GAIN_SCALE * (out[at + 5] - best_1), -10.0), 0.0)
+        out[at + 6] = min(max(GAIN_SCALE * (out[at + 6] - best_2), -10.0), 0.0)

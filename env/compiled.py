@@ -10,10 +10,6 @@ import hashlib
 import os
 import shutil
 import time
-
-# Spinning threads make a step a hundred times slower as soon as the cores are shared.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,9 @@ from controller import acceptance as controller_acceptance
 from controller import features as controller_features
 from controller import memory as controller_memory
 
+# Read when the first parallel kernel starts its threads: spinning ones make a step a hundred times
+# slower as soon as the cores are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 KEEP_OTHER_S = 24 * 3600.0
 """Age from which compiled code of other versions of the sources is removed."""

@@ -116,5 +116,6 @@ def run_decode(state, costs, e, tier):
     if moments[0] > 0.0:
         expected = server.expected_tokens - expected_before
         took_s = full_round_s(costs, config, tier, batch_size, context_tokens, expected)
-        _, best = best_rate(costs, config, moments, batch_size, context_tokens)
+        _, ideal_tokens, best = best_rate(costs, config, moments, batch_size, context_tokens)
+        server.ideal_tokens += ideal_tokens
         server.lost_s += in_system * (took_s - expected / best)

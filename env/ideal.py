@@ -40,7 +40,7 @@ def full_round_s(costs, config, tier, batch_size, context_tokens, tokens):
 
 @kernel
 def best_rate(costs, config, moments, batch_size, context_tokens):
-    """Return the best tier and its expected tokens per second, were every draft warm.
+    """Return the best tier, its expected tokens, and those per second, were every draft warm.
 
     Args:
         costs: Round times.
@@ -52,6 +52,7 @@ def best_rate(costs, config, moments, batch_size, context_tokens):
     """
     best = -1.0
     best_tier = 0
+    best_tokens = 0.0
     for k in range(costs.num_steps.shape[0]):
         tokens = 0.0
         for j in range(costs.num_steps[k] + 1):
@@ -60,4 +61,5 @@ def best_rate(costs, config, moments, batch_size, context_tokens):
         if rate > best:
             best = rate
             best_tier = k
-    return best_tier, best
+            best_tokens = tokens
+    return best_tier, best_tokens, best

@@ -153,7 +153,7 @@ def look_ahead(state, costs, e, tier, ids, work, lost):
                 moments,
             )
             seconds = repeat * full_round_s(costs, config, tier, size, context, tokens / repeat)
-            _, best = best_rate(costs, config, moments, size, context)
+            _, _, best = best_rate(costs, config, moments, size, context)
             lost_s += in_system * (seconds - tokens / best)
             all_s += in_system * seconds
             now_s += seconds
@@ -226,7 +226,7 @@ def run_bound(state, costs):
         while not state.server[e].done:
             server = state.server[e]
             warm_moments(state, e, moments)
-            tier, _ = best_rate(
+            tier, _, _ = best_rate(
                 costs,
                 state.config[e],
                 moments,

@@ -43,6 +43,7 @@ def reset_server(state, e):
     server.batch_full = False
     server.output_tokens = 0
     server.expected_tokens = 0.0
+    server.ideal_tokens = 0.0
     server.lost_s = 0.0
     server.num_rounds = 0
     server.num_batches = 0

@@ -39,18 +39,18 @@ def _reset(state, costs, servers):
 
 
 @kernel(parallel=True)
-def _step(state, costs, actions, area, tokens, expected, lost):
+def _step(state, costs, actions, area, tokens, ideal, lost):
     for e in prange(actions.shape[0]):
         server = state.server[e]
         if server.done:
             area[e] = 0.0
             tokens[e] = 0
-            expected[e] = 0.0
+            ideal[e] = 0.0
             lost[e] = 0.0
             continue
         area_before = server.area
         tokens_before = server.output_tokens
-        expected_before = server.expected_tokens
+        ideal_before = server.ideal_tokens
         lost_before = server.lost_s
         misses_before = server.slo_misses
         step_server(state, costs, e, actions[e])
@@ -59,7 +59,7 @@ def _step(state, costs, actions, area, tokens, expected, lost):
         area[e] = server.area - area_before + missed_s
         lost[e] = server.lost_s - lost_before + missed_s
         tokens[e] = server.output_tokens - tokens_before
-        expected[e] = server.expected_tokens - expected_before
+        ideal[e] = server.ideal_tokens - ideal_before
 
 
 @kernel(parallel=True)
@@ -132,7 +132,7 @@ class Simulator:
         self._started = np.zeros(self.num_servers, np.bool_)
         self._area = np.zeros(self.num_servers)
         self._tokens = np.zeros(self.num_servers, np.int64)
-        self.expected_tokens = np.zeros(self.num_servers)
+        self.ideal_tokens = np.zeros(self.num_servers)
         self.lost_s = np.zeros(self.num_servers)
 
     def _configure(self, e: int, cell: Cell, row: int) -> None:
@@ -199,9 +199,9 @@ class Simulator:
         Returns:
             ``(num_servers,)`` integral of the requests in system over the elapsed time, in
             seconds, SLO misses added at their weight; and ``(num_servers,)`` output tokens.
-            The arrays are reused by the next call. ``expected_tokens`` holds the tokens that the
-            accept rates made likely, before the draws; ``lost_s`` the request-seconds that the
-            round lost against the best tier with a warm draft, SLO misses added.
+            The arrays are reused by the next call. ``lost_s`` holds the request-seconds that the
+            rounds lost against the best tier with a warm draft, SLO misses added, and
+            ``ideal_tokens`` the tokens that this tier would have been expected to give.
         """
         self._check(actions, ())
         _step(
@@ -210,7 +210,7 @@ class Simulator:
             actions,
             self._area,
             self._tokens,
-            self.expected_tokens,
+            self.ideal_tokens,
             self.lost_s,
         )
         return self._area, self._tokens

@@ -60,6 +60,7 @@ SERVER = np.dtype(
         ("batch_full", np.bool_),  # nobody is admitted until a request leaves
         ("output_tokens", np.int64),
         ("expected_tokens", np.float64),  # the same, drafts counted by their accept rate
+        ("ideal_tokens", np.float64),  # what the best tiers would have been expected to give
         ("lost_s", np.float64),  # request-seconds lost against the best rate of each round
         ("num_rounds", np.int64),
         ("num_batches", np.int64),

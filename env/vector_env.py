@@ -28,7 +28,8 @@ class GovernorVecEnv(VecEnv):
 
     With ``clairvoyant`` rewards (for learning) only the part of a round that a controller can save
     counts: minus the request-seconds that it lost against the best tier with a warm draft, given
-    the true accept rates; and the discount counts the tokens that those rates made likely. What
+    the true accept rates. Tokens are paid for in that reward, at the price of the best tier, so
+    the discount counts the tokens that the best tier would have given, whatever tier ran. What
     this leaves out is the same for every controller, but it is most of a round and all of the luck.
 
     With ``scaled`` rewards (for learning) an off-only server earns about -1 over a horizon,
@@ -115,7 +116,7 @@ class GovernorVecEnv(VecEnv):
         area, tokens = self.simulator.step(self._actions)
         cost, counted = area, tokens
         if self._clairvoyant:
-            cost, counted = self.simulator.lost_s, self.simulator.expected_tokens
+            cost, counted = self.simulator.lost_s, self.simulator.ideal_tokens
         rewards = (-cost * self.reward_scale).astype(np.float32)
         self.discounts = np.exp(-counted / self.horizons)
         dones = self.simulator.done.copy()

@@ -34,7 +34,7 @@ def test_untrained_policy_prefers_what_the_cost_model_prefers():
     low, _ = observation_bounds(3)
     state = np.array(low, np.float32)
     per_tier = state[-3 * NUM_PER_TIER :].reshape(3, NUM_PER_TIER)
-    per_tier[:, 4:7] = np.array([-0.3, 0.0, -0.1])[:, None]
+    per_tier[:, 4:7] = np.array([-3.0, 0.0, -1.0])[:, None]
     assert policy.choose(state) == 1
     assert policy.logits(state)[1] - policy.logits(state)[0] == pytest.approx(12.0, abs=1.0)
 

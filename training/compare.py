@@ -8,7 +8,6 @@ pair tried on tuning seeds, the best kept. The oracle and the bound know what no
 
 import training.process  # noqa: F401, I001  (first: it sets up threads before they start)
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from controller.calibration import Calibration
 from controller.checkpoint import Checkpoint, load_checkpoint
 from controller.errors import ConfigError, SpecGovernorError
 from controller.jsonfile import canonical_text, write_atomically
+from controller.tiers import NATIVE
 from env.deployment import Deployment
 from env.simulator import Cell
 from training.cli import OneLineParser, print_error
@@ -35,6 +35,7 @@ from training.controllers import (
     Bound,
     Controller,
     LearnedPolicy,
+    NativeServer,
     Oracle,
     fixed_controllers,
     threshold_grid,
@@ -78,7 +79,9 @@ def run_all(
     threshold = tune_threshold(
         grid, cells, TUNING_SEEDS, partial(show, description="tuning the threshold")
     )
+    has_native = NATIVE in deployment.calibration.tier_names
     controllers: list[Controller] = [
+        *([NativeServer()] if has_native else []),
         *fixed_controllers(names),
         replace(threshold, name=THRESHOLD),
         LearnedPolicy(checkpoint.policy, POLICY),
@@ -149,12 +152,9 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any], console: Console, every: bool) -> None:
     """Print the comparison as tables."""
-    names = ["always off", THRESHOLD, POLICY, ORACLE]
-    first = report["cells"][0]["controllers"]
-    off = next(iter(first))
-    names[0] = off
-    if every:
-        names = list(first)
+    names = list(report["cells"][0]["controllers"])
+    if not every:
+        names = [names[0], THRESHOLD, POLICY, ORACLE]
     table = Table(
         title=f"Against the tuned threshold ({report['threshold']}), {report['num_seeds']} seeds"
     )
@@ -262,6 +262,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="JSON file; default: beside CHECKPOINT")
     options = parser.parse_args(arguments)
     try:
+        output = options.output or options.checkpoint.with_name(
+            options.checkpoint.name + ".compare.json"
+        )
+        if output.is_dir() or (options.output and not output.parent.is_dir()):
+            raise ConfigError(f"--output {output}: expected a file in a folder that exists")
         calibration = Calibration.load(options.calibration) if options.calibration else None
         report = compare(
             load_checkpoint(options.checkpoint),
@@ -271,12 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.seeds,
             progress=True,
         )
-        output = options.output or options.checkpoint.with_name(
-            options.checkpoint.name + ".compare.json"
-        )
-        text = canonical_text(json.loads(json.dumps(report).replace("NaN", "null")))
-        write_atomically(output, text)
-    except SpecGovernorError as error:
+        write_atomically(output, canonical_text(report))
+    except (SpecGovernorError, OSError) as error:
         return print_error(error)
     console = Console(width=max(Console().width, 150))
     print_report(report, console, options.all)

@@ -1,15 +1,15 @@
 """Everything that can run a simulated server to its end: baselines, the policy, references."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from controller.policy import NumpyPolicy
-from controller.tiers import OFF_KINDS
+from controller.tiers import NATIVE, OFF_KINDS
 from env.acceptance_process import DraftRecovery
-from env.deployment import stack_costs
+from env.deployment import Deployment, stack_costs
 from env.oracle import run_bound, run_oracle
 from env.simulator import Cell, Simulator
 
@@ -51,6 +51,21 @@ class BatchThreshold:
         width = simulator.state.running.shape[1]
         table = np.where(np.arange(width) <= self.threshold, self.tier, 0)
         simulator.run_tables(np.tile(table, (simulator.num_servers, 1)))
+
+
+@dataclass(frozen=True)
+class NativeServer:
+    """A server that was started without speculation: native rounds, no draft to prefill."""
+
+    name: str = "native always"
+
+    def prepare(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the cells without speculation."""
+        return with_deployments(cells, lambda deployment: replace(deployment, tiers=NATIVE))
+
+    def run(self, simulator: Simulator) -> None:
+        """Run all servers until they are done."""
+        simulator.run_tables(np.zeros(simulator.state.running.shape, np.int64))
 
 
 @dataclass(frozen=True)
@@ -106,10 +121,7 @@ class Bound:
     def prepare(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells with a draft that never goes stale."""
         warm = DraftRecovery(cold_start_share=1.0, worst_loss=0.0)
-        deployments = {
-            id(cell.deployment): replace(cell.deployment, recovery=warm) for cell in cells
-        }
-        return [replace(cell, deployment=deployments[id(cell.deployment)]) for cell in cells]
+        return with_deployments(cells, lambda deployment: replace(deployment, recovery=warm))
 
     def run(self, simulator: Simulator) -> None:
         """Run all servers until they are done."""
@@ -127,6 +139,14 @@ class Bound:
                     np.minimum(base_s, other.base_s[0, 0], out=base_s)
                     costs.context_s[row, 0] = context_s
         run_bound(simulator.state, costs)
+
+
+def with_deployments(
+    cells: Sequence[Cell], change: Callable[[Deployment], Deployment]
+) -> list[Cell]:
+    """Return the cells with changed deployments, one for each that they share."""
+    changed = {id(cell.deployment): change(cell.deployment) for cell in cells}
+    return [replace(cell, deployment=changed[id(cell.deployment)]) for cell in cells]
 
 
 def fixed_controllers(tier_names: Sequence[str]) -> list[BatchThreshold]:

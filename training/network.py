@@ -14,13 +14,44 @@ from numpy.typing import NDArray
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import Tensor, nn
 
-from controller.features import NUM_GLOBAL, NUM_PER_TIER, TIER_FEATURES, observation_size
+from controller.features import (
+    GAIN_SCALE,
+    GLOBAL_FEATURES,
+    NUM_GLOBAL,
+    NUM_PER_TIER,
+    TIER_FEATURES,
+    observation_size,
+)
 from controller.policy import parameter_shapes
 
 PRIOR_FEATURES = ("gain_fast", "gain_medium", "gain_slow")
-"""Tier features whose skip weights start at ``prior / 3``: before any training the policy prefers
-the tiers that the cost model prefers, and learns what that rule misses (residual policy learning,
-Silver et al., arXiv:1812.06298)."""
+"""Tier features whose skip weights add up to ``prior`` for each unit of ln(tokens/s).
+
+Before any training the policy prefers the tiers that the cost model prefers, and learns what that
+rule misses (residual policy learning, Silver et al., arXiv:1812.06298).
+"""
+
+CRITIC_GLOBAL = ("batch_size", "occupancy", "queue_depth", "context_per_request", "kv_use")
+CRITIC_TIER = ("cost",)
+
+
+def critic_columns(num_tiers: int, size: int) -> list[int]:
+    """Return the entries of an observation that the critic sees.
+
+    These are the load, the costs and all that is privileged, but nothing that tells which tier ran
+    last or what was estimated. The merit of one round is about a thousandth of a state's value; a
+    critic that sees the last tier errs by more than that from tier to tier, and the policy then
+    follows its errors.
+
+    Args:
+        num_tiers: Number of tiers.
+        size: Length of an observation with its privileged part.
+    """
+    columns = [i for i, f in enumerate(GLOBAL_FEATURES) if f.name in CRITIC_GLOBAL]
+    for k in range(num_tiers):
+        start = NUM_GLOBAL + k * NUM_PER_TIER
+        columns += [start + i for i, f in enumerate(TIER_FEATURES) if f.name in CRITIC_TIER]
+    return columns + list(range(observation_size(num_tiers), size))
 
 
 class TierScorer(nn.Module):
@@ -46,7 +77,7 @@ class TierScorer(nn.Module):
             self["logit.weight"].uniform_(-0.01, 0.01)
             for index, feature in enumerate(TIER_FEATURES):
                 if feature.name in PRIOR_FEATURES:
-                    self["skip.weight"][index] = prior / len(PRIOR_FEATURES)
+                    self["skip.weight"][index] = prior / len(PRIOR_FEATURES) / GAIN_SCALE
 
     def __getitem__(self, name: str) -> Tensor:
         value: Tensor = self.weights[name.replace(".", "_")]
@@ -76,7 +107,7 @@ class TierScorer(nn.Module):
 class GovernorPolicy(ActorCriticPolicy):
     """Actor and critic for Stable-Baselines3's PPO.
 
-    The actor sees the observation; the critic also what may follow it (``env/privileged.py``).
+    The actor sees the observation; the critic what :func:`critic_columns` gives it.
 
     Args:
         observation_space: Box of a governor env.
@@ -96,7 +127,7 @@ class GovernorPolicy(ActorCriticPolicy):
         lr_schedule: Callable[[float], float],
         hidden: int = 64,
         second: int = 64,
-        prior: float = 20.0,
+        prior: float = 40.0,
         critic_width: int = 128,
         **kwargs: Any,
     ) -> None:
@@ -105,8 +136,11 @@ class GovernorPolicy(ActorCriticPolicy):
 
     def _build(self, lr_schedule: Callable[[float], float]) -> None:
         hidden, second, prior, width = self._sizes
-        self._visible = observation_size(int(self.action_space.n))  # type: ignore[attr-defined]
-        size = self.observation_space.shape[0]  # type: ignore[index]
+        num_tiers = int(self.action_space.n)  # type: ignore[attr-defined]
+        self._visible = observation_size(num_tiers)
+        columns = critic_columns(num_tiers, self.observation_space.shape[0])  # type: ignore[index]
+        self._columns = torch.tensor(columns)
+        size = len(columns)
         self.actor = TierScorer(hidden, second, prior)
         self.critic = nn.Sequential(
             nn.Linear(size, width),
@@ -127,7 +161,7 @@ class GovernorPolicy(ActorCriticPolicy):
 
     def predict_values(self, obs: Any) -> Tensor:
         """Return ``(batch, 1)`` values."""
-        values: Tensor = self.critic(obs)
+        values: Tensor = self.critic(obs[:, self._columns])
         return values
 
     def forward(self, obs: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,7 +58,7 @@ class TrainConfig:
     """Largest batch of the server. SGLang's default with speculation is 48."""
     seed: int = 0
     """Seed of everything that is random."""
-    total_steps: int = 8_000_000
+    total_steps: int = 6_000_000
     """Decode rounds to learn from, over all servers."""
     num_envs: int = 256
     """Servers that run side by side."""
@@ -68,26 +68,26 @@ class TrainConfig:
     """Rounds in a gradient step."""
     epochs: int = 4
     """Passes over the rounds of an update."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Adam's step size at the start; falls linearly to a hundredth."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus at the start; falls linearly to zero."""
     clip_range: float = 0.2
     """PPO's clip range."""
-    gae_lambda: float = 0.95
-    """Decay of the advantage trace, a round."""
+    gae_lambda: float = 0.5
+    """Decay of the policy's advantage trace, a round; the critic's targets use 0.95."""
     horizon_tokens: float = 256.0
     """Discount horizon, in output tokens of each request."""
     randomised_share: float = 0.4
     """Share of the servers with a perturbed calibration."""
-    critic_warmup: int = 500_000
+    critic_warmup: int = 300_000
     """Rounds from which only the critic learns, so that the policy does not follow a blind one."""
-    averaging: float = 0.95
+    averaging: float = 0.9
     """Share of the averaged policy, which is the one that is saved, that an update keeps."""
     slo_weight: float = 0.0
     """Seconds that a request outside its SLO (TTFT 2 s, TPOT 50 ms) adds to the cost."""
-    prior: float = 20.0
-    """Starting weight of the cost model's gain in a logit."""
+    prior: float = 40.0
+    """Starting weight of the cost model's gain, ln(tokens/s), in a logit."""
     hidden: int = 64
     """Width of both hidden layers of the policy."""
     evaluations: int = 16
@@ -401,7 +401,7 @@ def main() -> int:
     try:
         config = tyro.cli(TrainConfig, description=__doc__)
         train(config)
-    except SpecGovernorError as error:
+    except (SpecGovernorError, OSError) as error:
         return print_error(error)
     return 0
 

@@ -54,8 +54,15 @@ def advantages_of(
 
 
 class SemiMarkovRolloutBuffer(RolloutBuffer):
-    """A rollout buffer that keeps the discount and the end of every step."""
+    """A rollout buffer that keeps the discount and the end of every step.
 
+    The critic's targets look further ahead (``value_lambda``) than the policy's advantages
+    (``gae_lambda``). What a round is worth shows at once; in what follows it, the errors of the
+    running accept estimate, which made the policy choose, go on, and a long trace would blame the
+    choice for them.
+    """
+
+    value_lambda = 0.95
     spread: NDArray[np.float32] | None = None
 
     def reset(self) -> None:
@@ -73,15 +80,10 @@ class SemiMarkovRolloutBuffer(RolloutBuffer):
         self, last_values: torch.Tensor, dones: NDArray[np.bool_]
     ) -> None:
         """Fill ``advantages`` and ``returns``."""
-        self.advantages = advantages_of(
-            self.rewards,
-            self.values,
-            self.discounts,
-            self.continues,
-            last_values.detach().cpu().numpy().flatten(),
-            self.gae_lambda,
-        )
-        self.returns = self.advantages + self.values
+        last = last_values.detach().cpu().numpy().flatten()
+        trace = (self.rewards, self.values, self.discounts, self.continues, last)
+        self.returns = advantages_of(*trace, self.value_lambda) + self.values
+        self.advantages = advantages_of(*trace, self.gae_lambda)
         # Luck is far larger in a batch of one than in one of 256. On one scale for each server,
         # no kind of load drowns out the others; it changes how cells are weighted, not what is
         # best in any of them.
