@@ -392,8 +392,8 @@ def test_features_by_hand():
         }
     )
     # Off gives 1 token in 10 ms, 3 steps 2.176 tokens in 16 ms: a ratio of 1.36.
-    ratio = math.log(2.176 / 1.6)
-    ceiling = math.log((1 - 0.95**4) / 0.05 / 1.6)
+    ratio = 10 * math.log(2.176 / 1.6)
+    ceiling = 10 * math.log((1 - 0.95**4) / 0.05 / 1.6)
     off = [1, 0, 0, 0, -ratio, -ratio, -ratio, 0, 0, 0, 0.5]
     three = [0, 3 / 7, 1, math.log(1.6), 0, 0, 0, ratio, ceiling, math.log(2), 0]
     assert tiers[0] == pytest.approx(off, abs=1e-12)

@@ -109,7 +109,10 @@ def ignores(tmp_path):
 def test_git_ignores_no_source(ignores):
     kept = [str(path.relative_to(ROOT)) for path in SOURCES]
     kept += [f"{package}/new_module.py" for package in (*MAY_IMPORT, "tests")]
-    kept += [f"checkpoints/default/{name}" for name in ("policy.json", "policy.safetensors")]
+    kept += [
+        f"checkpoints/h200-llama3-8b-eagle3-fa3/{name}"
+        for name in ("policy.json", "policy.safetensors")
+    ]
     kept += ["training/data/traces/one.jsonl.gz", "training/data/tables/one.csv"]
     kept += ["constraints.txt", "Makefile", ".ci/run", ".gitignore", "pyproject.toml"]
     assert ignores(kept) == []

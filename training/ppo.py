@@ -58,7 +58,7 @@ class TrainConfig:
     """Largest batch of the server. SGLang's default with speculation is 48."""
     seed: int = 0
     """Seed of everything that is random."""
-    total_steps: int = 6_000_000
+    total_steps: int = 3_000_000
     """Decode rounds to learn from, over all servers."""
     num_envs: int = 256
     """Servers that run side by side."""
@@ -90,7 +90,7 @@ class TrainConfig:
     """Starting weight of the cost model's gain, ln(tokens/s), in a logit."""
     hidden: int = 64
     """Width of both hidden layers of the policy."""
-    evaluations: int = 16
+    evaluations: int = 12
     """Evaluations of the policy, evenly spread; the best is kept."""
     resume: Path | None = None
     """Checkpoint to go on from, with its critic and optimizer, up to total_steps."""
