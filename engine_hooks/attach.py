@@ -1,0 +1,162 @@
+"""Ties the driver to a scheduler once that exists: governor, logs, checks, start line."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from controller.checkpoint import Checkpoint, load_checkpoint
+from controller.errors import ConfigError, SpecGovernorError
+from engine_hooks import symbols
+from engine_hooks.decision_log import DecisionLog
+from engine_hooks.driver import Driver
+from engine_hooks.governor import Governor
+from engine_hooks.header import trace_header
+from engine_hooks.params import GovernedParams
+from engine_hooks.recorder import TraceRecorder
+from engine_hooks.settings import ON, Settings
+from engine_hooks.verify import (
+    missing_hooks,
+    rank,
+    ranks_agree,
+    refusal_line,
+    start_line,
+)
+
+logger = logging.getLogger("engine_hooks")
+
+
+class Attachment:
+    """Builds what a scheduler process needs, once its scheduler is built."""
+
+    def __init__(self, settings: Settings, driver: Driver, hooks: Mapping[str, Any]) -> None:
+        """Note what is to be verified.
+
+        Args:
+            settings: The operator's.
+            driver: Gets the governor and the logs.
+            hooks: The hook by target.
+        """
+        self._settings = settings
+        self._driver = driver
+        self._hooks = hooks
+
+    def init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Build the scheduler, then attach to it.
+
+        Raises:
+            ConfigError: If it cannot be governed and the operator said strict.
+        """
+        original(scheduler, *args, **kwargs)
+        if self._settings.governs:
+            self._govern(scheduler)
+        try:
+            self._record(scheduler)
+        except Exception:
+            logger.exception("specgovernor: nothing is recorded")
+
+    def _govern(self, scheduler: Any) -> None:
+        version = symbols.installed_version()
+        checkpoint: Checkpoint | None = None
+        try:
+            checkpoint = self._checked(scheduler)
+            governor = self._governor(scheduler, checkpoint)
+            state = f"{checkpoint.sha256} {self._settings.mode} {governor.tiers.num_steps}"
+            reason = ""
+        except SpecGovernorError as error:
+            state = reason = str(error)
+        except Exception as error:
+            logger.debug("specgovernor: cannot attach", exc_info=True)
+            state = reason = f"{type(error).__name__}: {error}"
+        # Every rank gets here, whatever went wrong on it, so that none waits for another.
+        if not ranks_agree(state, scheduler.tp_cpu_group):
+            reason = reason or "the tensor-parallel ranks differ in policy, mode or tiers"
+        if reason or checkpoint is None:
+            self._refuse(version, reason)
+            return
+        self._driver.ignores_queue = symbols.queues_differ_between_ranks(version)
+        self._driver.governor = governor
+        params = symbols.governed_params(scheduler)
+        if self._settings.mode == ON:
+            self._driver.params = params
+            # SGLang prints every switch; the driver sums them up.
+            logging.getLogger(symbols.WORKER_LOGGER).addFilter(_is_no_switch)
+        self._driver.summary.speaks = rank() == 0
+        if self._driver.summary.speaks:
+            candidates = [] if params is None else list(params.candidate_steps)
+            logger.info(
+                start_line(version, self._settings.mode, len(self._hooks), checkpoint, candidates)
+            )
+            self._remark(scheduler, governor)
+
+    def _checked(self, scheduler: Any) -> Checkpoint:
+        """Load the policy and check that hooks and buffers are there.
+
+        Raises:
+            SpecGovernorError: If the policy does not load or something is missing.
+        """
+        if self._settings.policy is None:
+            raise ConfigError("no policy is set")
+        checkpoint = load_checkpoint(self._settings.policy)
+        missing = missing_hooks(self._hooks)
+        if missing:
+            raise ConfigError(f"no hook sits on {', '.join(missing)}; another plugin may be on it")
+        return checkpoint
+
+    def _governor(self, scheduler: Any, checkpoint: Checkpoint) -> Governor:
+        params = symbols.governed_params(scheduler)
+        initial = symbols.initial_steps(scheduler)
+        if self._settings.mode == ON:
+            if not isinstance(params, GovernedParams):
+                raise ConfigError(
+                    "SGLang does not ask the governor for steps; adaptive speculation is off or "
+                    f"{type(params).__name__} has taken its place"
+                )
+            initial = params.static_steps
+        governor = Governor(checkpoint, scheduler.max_running_requests, initial)
+        if self._settings.mode == ON:
+            lacking = sorted(set(governor.tiers.num_steps) - set(params.candidate_steps))
+            if lacking:
+                raise ConfigError(
+                    f"the candidate steps {params.candidate_steps} that SGLang has buffers for "
+                    f"lack {lacking}; start the server with `python -m engine_hooks.launch`"
+                )
+        return governor
+
+    def _refuse(self, version: str, reason: str) -> None:
+        line = refusal_line(version, reason)
+        if self._settings.strict:
+            raise ConfigError(line)
+        logger.error(line)
+
+    def _remark(self, scheduler: Any, governor: Governor) -> None:
+        """Say what runs otherwise than the operator may think."""
+        for note in governor.tiers.notes:
+            logger.warning("specgovernor: %s", note)
+        if self._driver.ignores_queue:
+            logger.warning(
+                "specgovernor: the queue depth is taken as 0, since in this SGLang each rank drops "
+                "requests that wait too long by its own clock; unset %s to use it",
+                symbols.WAITING_TIMEOUT,
+            )
+        reserved = 2 * max(governor.tiers.num_steps) * scheduler.max_running_requests
+        if self._settings.mode == ON and reserved > 0.02 * scheduler.max_total_num_tokens:
+            logger.warning(
+                "specgovernor: %d of %d KV tokens are kept for the deepest draft at %d running "
+                "requests, which a server without speculation would use; lower "
+                "--max-running-requests, raise --mem-fraction-static, or train with fewer steps",
+                reserved,
+                scheduler.max_total_num_tokens,
+                scheduler.max_running_requests,
+            )
+
+    def _record(self, scheduler: Any) -> None:
+        if self._settings.decisions is not None and self._settings.governs:
+            self._driver.decisions = DecisionLog(self._settings.decisions, rank())
+        if self._settings.trace is not None and rank() == 0:
+            header = trace_header(scheduler, self._driver.governor)
+            self._driver.recorder = TraceRecorder(self._settings.trace, header)
+            logger.info("specgovernor: step trace goes to %s", self._driver.recorder.files[0])
+
+
+def _is_no_switch(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(symbols.SWITCH_MESSAGE)

@@ -1,0 +1,244 @@
+"""Feeds the governor and the recorders from the scheduler's calls, and never raises into them.
+
+SGLang launches a batch (``run_batch``) and later has its result (``process_batch_result``), under
+the overlap schedule after the next launch. Around these two calls stand the two hooks of
+:class:`Driver`; SGLang's own errors pass through, those of the hooks end in :meth:`Driver._failed`.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine_hooks.context import ContextCounter
+from engine_hooks.decision_log import DecisionLog
+from engine_hooks.governor import Governor
+from engine_hooks.params import GovernedParams
+from engine_hooks.recorder import TraceFields, TraceRecorder
+from engine_hooks.summary import Summary
+from engine_hooks.symbols import kv_use, prefilled_requests
+from engine_hooks.tiers import DraftExtendSwitch
+
+logger = logging.getLogger(__name__)
+
+
+MAX_LAUNCHES = 8
+"""Launches that are remembered; the overlap schedule has two without a result."""
+
+
+@dataclass(slots=True)
+class Launch:
+    """A batch between its launch and its result."""
+
+    result: Any
+    decode: bool
+    batch_size: int
+    context_tokens: int
+    queue_depth: int
+    kv_use: float
+    new_tokens: int | None
+    host_s: float
+    num_steps: int | None = None
+    keeps_warm: bool = True
+    asked: int | None = None
+    tier: int | None = None
+    cold_start: bool = False
+
+
+class Driver:
+    """The hooks' state in one scheduler process.
+
+    Attributes:
+        governor: Decides, or None if nothing is governed.
+        params: What SGLang asks for steps, or None unless the decisions are to be carried out.
+        recorder: Step trace, or None.
+        decisions: Decision log, or None.
+        summary: Counts the rounds for the log.
+        ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
+        fallbacks: Errors of the hooks; each left a round at the static steps.
+    """
+
+    def __init__(self) -> None:
+        self.governor: Governor | None = None
+        self.params: GovernedParams | None = None
+        self.recorder: TraceRecorder | None = None
+        self.decisions: DecisionLog | None = None
+        self.summary = Summary()
+        self.ignores_queue = False
+        self.fallbacks = 0
+        self._draft_extend = DraftExtendSwitch()
+        self._context = ContextCounter()
+        self._prefilled: set[Any] = set()
+        self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
+        self._last_result_s: float | None = None
+
+    def run_batch(
+        self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Decide before the launch; note after it what really runs."""
+        launch = None
+        try:
+            launch = self._observe(scheduler, batch)
+            if launch is not None and launch.decode and self.governor is not None:
+                self._decide(self.governor, scheduler, batch, launch)
+        except Exception:
+            self._failed()
+        started_s = time.perf_counter()
+        result = original(scheduler, batch, *args, **kwargs)
+        if launch is not None:
+            try:
+                launch.host_s = time.perf_counter() - started_s
+                launch.result = result
+                self._after(launch)
+            except Exception:
+                self._failed()
+        return result
+
+    def process_batch_result(
+        self,
+        original: Callable[..., Any],
+        scheduler: Any,
+        batch: Any,
+        result: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Let the scheduler process the result, then learn from it."""
+        finished = None
+        if self.decisions is not None:
+            finished = [request.finished() for request in batch.reqs]
+        returned = original(scheduler, batch, result, *args, **kwargs)
+        try:
+            launch = self._launch_of(result)
+            if launch is not None:
+                self._learn(launch, batch, finished)
+            elif self.governor is not None and batch.forward_mode.is_decode():
+                raise RuntimeError("a decode result belongs to no launch that was seen")
+        except Exception:
+            self._failed()
+        return returned
+
+    def on_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+        """Note that the time until the next result will not be the time of a batch."""
+        self._last_result_s = None
+        return original(scheduler, *args)
+
+    def _observe(self, scheduler: Any, batch: Any) -> Launch | None:
+        """Return a note of the launch, or None if its result will tell nothing."""
+        mode = batch.forward_mode
+        decode = bool(mode.is_decode())
+        if not decode and not mode.is_idle() and self.governor is not None:
+            self._prefilled.update(prefilled_requests(batch))
+        if not decode and (self.recorder is None or not mode.is_extend()):
+            return None
+        return Launch(
+            result=None,
+            decode=decode,
+            batch_size=len(batch.reqs),
+            context_tokens=self._context.tokens(batch),
+            queue_depth=0 if self.ignores_queue else len(scheduler.waiting_queue),
+            kv_use=0.0,
+            new_tokens=None if decode else batch.extend_num_tokens,
+            host_s=0.0,
+        )
+
+    def _decide(self, governor: Governor, scheduler: Any, batch: Any, launch: Launch) -> None:
+        if self._prefilled:
+            self._count_joined(governor, batch.reqs)
+        launch.kv_use = kv_use(scheduler)
+        launch.asked = governor.decide(
+            launch.batch_size, launch.queue_depth, launch.context_tokens, launch.kv_use
+        )
+        if self.params is not None:
+            steps = governor.tiers.num_steps[launch.asked]
+            if steps == 0:
+                self._draft_extend.keep_warm(governor.tiers.keeps_warm[launch.asked])
+            self.params.next_steps = steps
+
+    def _count_joined(self, governor: Governor, requests: list[Any]) -> None:
+        """Tell the governor which prefilled requests are now in the batch."""
+        joined = self._prefilled.intersection(requests)
+        if joined:
+            governor.joined(len(joined), len(requests))
+        # A request in the middle of its chunks joins later; one that is done never does.
+        self._prefilled = {r for r in self._prefilled - joined if not r.finished()}
+
+    def _after(self, launch: Launch) -> None:
+        if launch.decode:
+            width = launch.result.speculative_num_draft_tokens
+            launch.num_steps = None if width is None else width - 1
+            launch.keeps_warm = bool(launch.num_steps) or self._draft_extend.keeps_warm
+            if self.governor is not None and launch.num_steps is not None:
+                launch.tier = self.governor.tiers.index_of(launch.num_steps, launch.keeps_warm)
+                launch.cold_start = self.governor.launched(
+                    launch.tier, launch.num_steps, launch.keeps_warm
+                )
+                ran = self.governor.tiers.tiers[launch.tier].name
+                self.summary.add(ran, launch.asked == launch.tier, self.fallbacks)
+        self._launches.append(launch)
+
+    def _launch_of(self, result: Any) -> Launch | None:
+        """Take out the launch with this result, and any before it: they will have none."""
+        for index, launch in enumerate(self._launches):
+            if launch.result is result:
+                for _ in range(index + 1):
+                    self._launches.popleft()
+                return launch
+        return None
+
+    def _learn(self, launch: Launch, batch: Any, finished: list[bool] | None) -> None:
+        correct = launch.result.num_correct_drafts_per_req_cpu if launch.num_steps else None
+        if self.governor is not None and launch.tier is not None and correct is not None:
+            steps = launch.num_steps or 0
+            self.governor.result(launch.tier, steps, launch.cold_start, correct)
+        if self.recorder is not None:
+            self.recorder.put(self._trace_row(launch, correct))
+        if self.decisions is not None and finished is not None and launch.decode:
+            self.decisions.put(self._decision_row(launch, batch, finished))
+
+    def _trace_row(self, launch: Launch, correct: list[int] | None) -> TraceFields:
+        now_s = time.perf_counter()
+        before_s, self._last_result_s = self._last_result_s, now_s
+        return (
+            "decode" if launch.decode else "prefill",
+            launch.num_steps,
+            launch.batch_size,
+            launch.context_tokens,
+            launch.queue_depth,
+            None if before_s is None else now_s - before_s,
+            launch.new_tokens,
+            launch.host_s,
+            sum(correct) / len(correct) if correct else None,
+        )
+
+    def _decision_row(self, launch: Launch, batch: Any, finished: list[bool]) -> dict[str, Any]:
+        correct = launch.result.num_correct_drafts_per_req_cpu
+        asked = None
+        if self.governor is not None and launch.asked is not None:
+            asked = self.governor.tiers.tiers[launch.asked].name
+        return {
+            "batch_size": launch.batch_size,
+            "context_tokens": launch.context_tokens,
+            "queue_depth": launch.queue_depth,
+            "kv_use": launch.kv_use,
+            "asked": asked,
+            "num_steps": launch.num_steps,
+            "keeps_warm": launch.keeps_warm,
+            "requests": [request.rid for request in batch.reqs],
+            "num_correct": None if correct is None else list(correct),
+            "finished_before": finished,
+        }
+
+    def _failed(self) -> None:
+        """Go back to the static steps for this round; say why, once."""
+        self.fallbacks += 1
+        if self.params is not None:
+            self.params.next_steps = self.params.static_steps
+            self._draft_extend.restore()
+        if self.fallbacks == 1:
+            logger.exception(
+                "specgovernor: an error in the governor; such rounds run at the static steps, and "
+                "further errors are only counted"
+            )

@@ -1,0 +1,374 @@
+"""The driver on fakes of the scheduler's objects: decisions, joins, results, errors, records."""
+
+import os
+import random
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from controller.calibration import Calibration
+from controller.checkpoint import Checkpoint
+from controller.features import NUM_GLOBAL, NUM_PER_TIER
+from controller.memory import JOINED
+from controller.policy import NumpyPolicy, parameter_shapes
+from controller.tiers import tier_of
+from engine_hooks.bench_decision import stand_in_checkpoint
+from engine_hooks.context import COUNT_EVERY, ContextCounter
+from engine_hooks.driver import Driver
+from engine_hooks.governor import Governor
+from engine_hooks.params import GovernedParams
+from engine_hooks.symbols import SKIP_DRAFT_EXTEND
+from engine_hooks.tiers import costed_tiers, runnable
+
+
+class Request:
+    def __init__(self, rid, prompt=10):
+        self.rid = rid
+        self.origin_input_ids = array("q", range(prompt))
+        self.output_ids = array("q", [1])
+        self.done = False
+
+    def finished(self):
+        return self.done
+
+
+class Mode:
+    def __init__(self, name):
+        self.name = name
+
+    def is_decode(self):
+        return self.name == "decode"
+
+    def is_extend(self):
+        return self.name == "extend"
+
+    def is_idle(self):
+        return self.name == "idle"
+
+
+def batch(mode, requests, **more):
+    fields = {
+        "seq_lens_sum": None,
+        "seq_lens_cpu": None,
+        "decoding_reqs": None,
+        "extend_num_tokens": 10,
+        **more,
+    }
+    return SimpleNamespace(reqs=requests, forward_mode=Mode(mode), **fields)
+
+
+def scheduler():
+    return SimpleNamespace(
+        waiting_queue=[],
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 600),
+        tree_cache=SimpleNamespace(evictable_size=lambda: 150),
+        max_total_num_tokens=1000,
+    )
+
+
+class Worker:
+    """Runs the steps that it is told, as SGLang's worker does, with made-up results."""
+
+    def __init__(self, params):
+        self.params = params
+        self.flags = []
+
+    def run(self, scheduler, batch):
+        if not batch.forward_mode.is_decode():
+            return SimpleNamespace(
+                speculative_num_draft_tokens=None, num_correct_drafts_per_req_cpu=None
+            )
+        steps = self.params.get_steps_for_batch(len(batch.reqs))
+        self.flags.append(os.environ.get(SKIP_DRAFT_EXTEND) if steps == 0 else steps)
+        return SimpleNamespace(
+            speculative_num_draft_tokens=steps + 1,
+            num_correct_drafts_per_req_cpu=[min(steps, 1)] * len(batch.reqs),
+        )
+
+
+def keep(scheduler, batch, result):
+    return "returned"
+
+
+@pytest.fixture(autouse=True)
+def clean_flag(monkeypatch):
+    monkeypatch.delenv(SKIP_DRAFT_EXTEND, raising=False)
+    yield
+    os.environ.pop(SKIP_DRAFT_EXTEND, None)
+
+
+@pytest.fixture
+def params(monkeypatch):
+    monkeypatch.setattr("engine_hooks.params.candidate_steps_of", lambda config: [0, 1, 2, 3, 5, 7])
+    return GovernedParams(3, None)
+
+
+@pytest.fixture
+def driver(params):
+    made = Driver()
+    made.governor = Governor(stand_in_checkpoint(), 16, 3)
+    made.params = params
+    return made
+
+
+def script(driver, tiers):
+    """Have the policy choose these tiers, one after the other."""
+    rest = iter(tiers)
+
+    def choose(observation):
+        tier = next(rest)
+        if isinstance(tier, Exception):
+            raise tier
+        return tier
+
+    driver.governor._policy = SimpleNamespace(choose=choose)
+
+
+def play(driver, params, rounds, overlap=False):
+    """Run decode rounds of two requests; return what the worker ran."""
+    worker, here = Worker(params), scheduler()
+    running = batch("decode", [Request("a"), Request("b")])
+    pending = None
+    for _ in range(rounds):
+        result = driver.run_batch(worker.run, here, running)
+        if pending is not None:
+            driver.process_batch_result(keep, here, running, pending)
+        pending = result
+        if not overlap:
+            driver.process_batch_result(keep, here, running, pending)
+            pending = None
+    return worker.flags
+
+
+def test_what_is_asked_for_runs(driver, params):
+    script(driver, [1, 0, 4, 0, 5])
+    assert play(driver, params, 5) == [1, "true", 5, "true", 7]
+    assert driver.fallbacks == 0
+
+
+def test_an_error_leaves_the_round_static_and_is_logged_once(driver, params, caplog):
+    script(driver, [1, 0, ValueError("planted"), float("nan"), -1, 99, 1])
+    assert play(driver, params, 7) == [1, "true", 3, 3, 3, 3, 1]
+    assert driver.fallbacks == 4
+    assert SKIP_DRAFT_EXTEND not in os.environ
+    (record,) = caplog.records
+    assert "an error in the governor" in record.message
+    assert "planted" in record.exc_text
+
+
+def test_errors_of_sglang_pass_through(driver):
+    def fails(*_):
+        raise RuntimeError("SGLang's own")
+
+    for call in (
+        lambda: driver.run_batch(fails, scheduler(), batch("decode", [Request("a")])),
+        lambda: driver.process_batch_result(fails, scheduler(), batch("decode", []), None),
+    ):
+        with pytest.raises(RuntimeError, match="SGLang's own"):
+            call()
+    assert driver.fallbacks == 0
+
+
+def test_arguments_and_results_are_handed_through(driver):
+    seen = []
+    done = driver.process_batch_result(
+        lambda *args, **kwargs: seen.append((args[2:], kwargs)) or "out",
+        scheduler(),
+        batch("decode", []),
+        "result",
+        1,
+        two=2,
+    )
+    assert done == "out"
+    assert seen == [(("result", 1), {"two": 2})]
+
+
+def test_a_result_counts_for_the_round_it_belongs_to_under_overlap(driver, params):
+    calls = []
+    driver.governor.result = lambda *args: calls.append(args)
+    script(driver, [1, 3, 4, 0, 2])
+    play(driver, params, 5, overlap=True)
+    # (tier, steps, cold start, correct); the last round's result is still to come.
+    assert calls == [
+        (1, 1, False, [1, 1]),
+        (3, 3, False, [1, 1]),
+        (4, 5, False, [1, 1]),
+    ]
+
+
+def test_a_result_of_no_launch_is_an_error(driver, params, caplog):
+    ran = batch("decode", [Request("a")])
+    assert driver.process_batch_result(keep, scheduler(), ran, result(4, [1])) == "returned"
+    assert driver.fallbacks == 1
+    assert "belongs to no launch" in caplog.text
+    driver.process_batch_result(keep, scheduler(), batch("extend", []), result(None, None))
+    assert driver.fallbacks == 1
+
+
+def test_a_cold_start_is_noted_after_a_round_that_left_the_draft_behind(driver, params):
+    calls = []
+    driver.governor.result = lambda *args: calls.append(args[2])
+    script(driver, [1, 0, 1, 1])
+    play(driver, params, 4)
+    assert calls == [False, True, False]
+
+
+def test_requests_join_when_they_first_decode(driver, params):
+    script(driver, [0] * 9)
+    worker, here = Worker(params), scheduler()
+    a, b, c, d = (Request(name) for name in "abcd")
+
+    def decode(*requests):
+        driver.run_batch(worker.run, here, batch("decode", list(requests)))
+        return driver.governor._memory[JOINED]
+
+    driver.run_batch(worker.run, here, batch("extend", [a, b]))
+    assert decode(a, b) == 2
+    assert decode(a, b) == 2
+    driver.run_batch(worker.run, here, batch("extend", [c]))  # one chunk of two
+    assert decode(a, b) == 2
+    driver.run_batch(worker.run, here, batch("extend", [c, d, a], decoding_reqs=[a]))
+    d.done = True  # its first token was its last
+    assert decode(a, b, c) == 3
+    assert driver._prefilled == set()
+    driver.run_batch(worker.run, here, batch("extend", [b]))  # was retracted and comes again
+    assert decode(a, c, b) == 4
+
+
+def test_rounds_are_summed_up_in_the_log(driver, params, caplog, monkeypatch):
+    monkeypatch.setattr("engine_hooks.summary.SUMMARY_ROUNDS", 4)
+    caplog.set_level("INFO")
+    script(driver, [1, 0, 0, 1] * 2)
+    driver.summary.speaks = True
+    play(driver, params, 8)
+    assert [record.getMessage() for record in caplog.records] == [
+        "specgovernor: last 4 rounds by tier: 1: 2, cold: 2; 2 switches; 4 as decided; "
+        "0 fallbacks since the start"
+    ] * 2
+
+
+def test_two_ranks_decide_alike_whatever_their_timing(monkeypatch, params):
+    """The same events at other times, with other addresses and hash seeds, give the same tiers."""
+    asked = []
+    for rank in range(2):
+        generator = random.Random(3)
+        made = Driver()
+        made.governor = Governor(stand_in_checkpoint(), 16, 3)
+        made.params = GovernedParams(3, None)
+        worker, here = Worker(made.params), scheduler()
+        clock = iter(range(10**6)) if rank else None
+        if clock is not None:
+            monkeypatch.setattr("time.perf_counter", lambda clock=clock: next(clock) * 7.0)
+        running = [Request(str(i), prompt=generator.randrange(5, 50)) for i in range(4)]
+        for _ in range(120):
+            if generator.random() < 0.3:
+                new = Request("x", prompt=generator.randrange(5, 50))
+                made.run_batch(worker.run, here, batch("extend", [new]))
+                running = [*running, new][-9:]
+            here.waiting_queue = [None] * generator.randrange(5)
+            ran = batch("decode", running)
+            made.process_batch_result(keep, here, ran, made.run_batch(worker.run, here, ran))
+        assert made.fallbacks == 0
+        asked.append(worker.flags)
+    assert asked[0] == asked[1]
+    assert len(set(asked[0])) > 1
+
+
+def result(width, correct):
+    return SimpleNamespace(
+        speculative_num_draft_tokens=width, num_correct_drafts_per_req_cpu=correct
+    )
+
+
+def test_a_server_without_a_policy_can_be_recorded(monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    driver, here, rows = Driver(), scheduler(), []
+    driver.recorder = SimpleNamespace(put=rows.append)
+    requests = [Request("a"), Request("b", prompt=20)]
+    for mode, outcome in [
+        ("extend", result(None, None)),
+        ("decode", result(4, [3, 2])),
+        ("decode", result(None, None)),
+        ("idle", result(None, None)),
+    ]:
+        ran = batch(mode, requests)
+        driver.run_batch(lambda *_, out=outcome: out, here, ran)
+        driver.process_batch_result(keep, here, ran, outcome)
+    assert [row[:5] for row in rows] == [
+        ("prefill", None, 2, 32, 0),
+        ("decode", 3, 2, 32, 0),
+        ("decode", None, 2, 32, 0),
+    ]
+    assert [row[6] for row in rows] == [10, None, None]
+    assert [row[8] for row in rows] == [None, 2.5, None]
+    assert rows[0][5] is None  # nothing to measure from
+    assert rows[1][5] > 0
+    driver.on_idle(lambda scheduler: None, here)
+    ran = batch("decode", requests)
+    driver.run_batch(lambda *_: outcome, here, ran)
+    driver.process_batch_result(keep, here, ran, outcome)
+    assert rows[-1][5] is None  # the server was idle
+
+
+def test_native_runs_as_cold_and_is_costed_so_where_it_can_be():
+    with_cold = Calibration.load("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+    trained = [tier_of(name) for name in ("native", "1", "3")]
+    runs = runnable(trained, with_cold)
+    assert [tier.name for tier in runs.tiers] == ["cold", "1", "3"]
+    assert runs.num_steps == (0, 1, 3)
+    assert runs.keeps_warm == (False, True, True)
+    assert "'native' runs as 'cold'" in runs.notes[0]
+    costed = costed_tiers(trained, runs.tiers, with_cold)
+    assert [tier.name for tier in costed] == ["cold", "1", "3"]
+    assert [runs.index_of(steps, True) for steps in range(8)] == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_a_tier_of_the_same_steps_is_told_apart_by_what_it_does_to_the_draft():
+    calibration = Calibration.load("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+    runs = runnable([tier_of(name) for name in ("cold", "warm", "3")], calibration)
+    assert (runs.index_of(0, False), runs.index_of(0, True), runs.index_of(3, True)) == (0, 1, 2)
+
+
+def test_params_keep_sglangs_interface_and_take_what_newer_versions_add(params):
+    params.set_cuda_graph_bs([8, 1, 4], something=1)
+    assert params.cuda_graph_bs_for_step(5, something=1) == [1, 4, 8]
+    assert params.on_verify_complete([1, 2], batch_size=2, something=1) is None
+    assert params.get_steps_for_batch(4, something=1) == 3
+    params.set_cuda_graph_bs(None)
+    assert params.cuda_graph_bs_for_step(5) is None
+    assert params.candidate_steps == [0, 1, 2, 3, 5, 7]
+
+
+def test_a_governor_takes_a_batch_beyond_its_table():
+    weights = parameter_shapes(NUM_GLOBAL, NUM_PER_TIER, 4, 4)
+    stand_in = stand_in_checkpoint()
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in weights.items()}
+    checkpoint = Checkpoint(
+        NumpyPolicy(zeros), stand_in.tiers, stand_in.calibration, {}, {}, "", stand_in.directory
+    )
+    governor = Governor(checkpoint, 4, 3)
+    assert governor.static_tier == 3
+    assert governor.decide(9, 0, 100, 0.5) == 0
+
+
+def test_context_is_counted_now_and_then_where_sglang_does_not_keep_it():
+    counter = ContextCounter()
+    small = batch("decode", [Request(str(i), prompt=10) for i in range(3)])
+    assert counter.tokens(small) == 33
+    small.reqs[0].output_ids.append(1)
+    assert counter.tokens(small) == 34
+    large = batch("decode", [Request(str(i), prompt=10) for i in range(40)])
+    counts = []
+    for _ in range(COUNT_EVERY + 1):
+        counts.append(counter.tokens(large))
+        for request in large.reqs:
+            request.output_ids.append(1)
+    # A batch that has grown is counted at once, and then when it is time again.
+    assert counts == [40 * 11] * COUNT_EVERY + [40 * (11 + COUNT_EVERY)]
+    assert counter.tokens(batch("decode", large.reqs[:36])) == 36 * (11 + COUNT_EVERY)
+    lengths = SimpleNamespace(sum=lambda: 77)
+    assert counter.tokens(batch("decode", [], seq_lens_cpu=lengths)) == 77
+    assert counter.tokens(batch("decode", [], seq_lens_sum=78)) == 78
