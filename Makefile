@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# SGLang pins its own torch and needs 11 GB, so it has an environment of its own.
+VENV_ENGINE ?= .venv-engine
 
 # Further arguments, such as `make test PYTEST_ARGS="-k tiers"`.
 TRAIN_ARGS ?=
@@ -18,10 +20,10 @@ EAGLE-3 at 3 steps, measured on other hardware), 48 running requests with specul
 default)."
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint check calibrations clean distclean
+.PHONY: help train test test-engine lint check calibrations clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train ## train the policy, then compare it with the baselines
 	$(BIN)/python -m training.ppo $(TRAIN_ARGS)
@@ -29,6 +31,9 @@ train: $(VENV)/.train ## train the policy, then compare it with the baselines
 
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-engine: $(VENV_ENGINE)/.installed ## run the tests on the real SGLang engine, on a CPU
+	$(VENV_ENGINE)/bin/python -m pytest tests/engine -W default $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff check .
@@ -54,8 +59,8 @@ clean: ## remove build outputs and caches
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and remove the virtual environment
-	rm -rf $(VENV)
+distclean: clean ## the same, and remove the virtual environments
+	rm -rf $(VENV) $(VENV_ENGINE)
 
 # The files .train and .dev say that the extra of that name is installed.
 $(VENV)/.train: constraints.txt pyproject.toml | $(BIN)/python
@@ -65,6 +70,13 @@ $(VENV)/.train: constraints.txt pyproject.toml | $(BIN)/python
 $(VENV)/.dev: constraints.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.train
+
+$(VENV_ENGINE)/.installed: constraints-engine.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV_ENGINE)
+	$(VENV_ENGINE)/bin/python -m pip install -c constraints-engine.txt \
+	    sglang==0.5.23 pytest pytest-timeout safetensors
+	$(VENV_ENGINE)/bin/python -m pip install --no-deps -e .
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,0 +1,5 @@
+"""The target."""
+
+from sglang.srt.models.llama import EntryClass
+
+__all__ = ["EntryClass"]
