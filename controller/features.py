@@ -19,7 +19,7 @@ from controller.memory import (
     ROUNDS_SINCE_SPECULATION,
     ROUNDS_SINCE_SWITCH,
 )
-from controller.tiers import MAX_NUM_STEPS
+from controller.tiers import MAX_NUM_STEPS, OFF_KINDS
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,20 @@ GAIN_SCALE = 10.0
 NUM_GLOBAL = len(GLOBAL_FEATURES)
 NUM_PER_TIER = len(TIER_FEATURES)
 CEILING_RATE = 0.95
-SCRATCH_SIZE = NUM_SCALES * (MAX_NUM_STEPS + 1)
-"""Length of the work space: accept lengths by scale and depth."""
+LOG_CEILING = tuple(
+    math.log((1.0 - CEILING_RATE ** (depth + 1)) / (1.0 - CEILING_RATE))
+    for depth in range(MAX_NUM_STEPS + 1)
+)
+"""ln(accept length) by depth, were 95% of all drafts accepted."""
+MAX_TIERS = MAX_NUM_STEPS + len(OFF_KINDS)
+LOG_LEN = NUM_SCALES * (MAX_NUM_STEPS + 1)
+"""Index in the digest of ln(accept length): scale-major, then depth, of the tiers' depths only."""
+RATE = 2 * LOG_LEN
+"""Index in the digest of the first draft's accept rate, by scale; then its evidence, by scale."""
+LOG_RECENT = RATE + 2 * NUM_SCALES
+"""Index in the digest of ln(recent accept length), by tier, clipped."""
+SCRATCH_SIZE = LOG_RECENT + MAX_TIERS
+"""Length of the digest: accept lengths by scale and depth, and what is above."""
 
 
 def feature_manifest() -> dict[str, Any]:
@@ -136,53 +148,136 @@ def fill_observation(
         step_s: ``(K,)`` predicted round time of each tier at this batch and context, seconds.
         scratch: ``(SCRATCH_SIZE,)`` work space.
     """
+    digest_evidence(scratch, tries, successes, recent_accept_len, num_steps)
+    fill_digested(
+        out,
+        batch_size,
+        queue_depth,
+        context_tokens,
+        kv_use,
+        max_running_requests,
+        memory,
+        ages,
+        num_steps,
+        step_s,
+        scratch,
+    )
+
+
+def digest_evidence(
+    digest: MutableSequence[float],
+    tries: Sequence[float],
+    successes: Sequence[float],
+    recent_accept_len: Sequence[float],
+    num_steps: Sequence[int],
+) -> None:
+    """Do the part of :func:`fill_observation` that changes only with results and joins.
+
+    Args:
+        digest: ``(SCRATCH_SIZE,)``, filled.
+        tries: ``(NUM_COUNTS,)``.
+        successes: ``(NUM_COUNTS,)``.
+        recent_accept_len: ``(K,)``.
+        num_steps: ``(K,)``.
+    """
     depths = MAX_NUM_STEPS + 1
-    estimate_accept_len(tries, successes, scratch)
-    current = int(memory[CURRENT_TIER])
-
-    out[0] = min(math.log2(1.0 + batch_size) / 10.0, 1.0)
-    out[1] = min(batch_size / max_running_requests, 1.0)
-    out[2] = min(math.log2(1.0 + queue_depth) / 10.0, 1.0)
-    out[3] = min(math.log2(1.0 + context_tokens / batch_size) / 20.0, 1.0)
-    out[4] = min(max(kv_use, 0.0), 1.0)
-    out[5] = 1.0 if num_steps[current] > 0 else 0.0
-    out[6] = num_steps[current] / MAX_NUM_STEPS
-    out[7] = min(math.log2(1.0 + memory[ROUNDS_SINCE_SWITCH]) / 12.0, 1.0)
-    out[8] = min(math.log2(1.0 + memory[ROUNDS_SINCE_SPECULATION]) / 12.0, 1.0)
-    out[9] = min(memory[JOINED] / batch_size, 1.0)
+    estimate_accept_len(tries, successes, digest)
     for scale in range(NUM_SCALES):
-        out[10 + scale] = scratch[scale * depths + 1] - 1.0
-        out[13 + scale] = min(math.log2(1.0 + tries[scale * MAX_NUM_STEPS]) / 14.0, 1.0)
+        start = scale * depths
+        for depth in num_steps:
+            digest[LOG_LEN + start + depth] = math.log(digest[start + depth])
+        digest[RATE + scale] = digest[start + 1] - 1.0
+        digest[RATE + NUM_SCALES + scale] = min(
+            math.log2(1.0 + tries[scale * MAX_NUM_STEPS]) / 14.0, 1.0
+        )
+    for k in range(len(num_steps)):
+        digest[LOG_RECENT + k] = min(max(math.log(recent_accept_len[k]), 0.0), 3.0)
 
-    # Four scores a tier, in ln(tokens/s), off by a constant: three estimates and the ceiling.
-    num_tiers = len(num_steps)
+
+def fill_digested(
+    out: MutableSequence[float],
+    batch_size: int,
+    queue_depth: int,
+    context_tokens: int,
+    kv_use: float,
+    max_running_requests: int,
+    memory: Sequence[float],
+    ages: Sequence[float],
+    num_steps: Sequence[int],
+    step_s: Sequence[float],
+    digest: Sequence[float],
+) -> None:
+    """Fill one observation from a digest; the arguments are those of :func:`fill_observation`.
+
+    This is what the server waits for before a launch, hence conditions instead of ``min`` and
+    ``max``, which cost a call each.
+    """
+    log2 = math.log2
+    log = math.log
+    current = int(memory[CURRENT_TIER])
+    current_steps = num_steps[current]
+
+    x = log2(1.0 + batch_size) / 10.0
+    out[0] = x if x < 1.0 else 1.0
+    x = batch_size / max_running_requests
+    out[1] = x if x < 1.0 else 1.0
+    x = log2(1.0 + queue_depth) / 10.0
+    out[2] = x if x < 1.0 else 1.0
+    x = log2(1.0 + context_tokens / batch_size) / 20.0
+    out[3] = x if x < 1.0 else 1.0
+    x = kv_use if kv_use > 0.0 else 0.0
+    out[4] = x if x < 1.0 else 1.0
+    out[5] = 1.0 if current_steps > 0 else 0.0
+    out[6] = current_steps / MAX_NUM_STEPS
+    x = log2(1.0 + memory[ROUNDS_SINCE_SWITCH]) / 12.0
+    out[7] = x if x < 1.0 else 1.0
+    x = log2(1.0 + memory[ROUNDS_SINCE_SPECULATION]) / 12.0
+    out[8] = x if x < 1.0 else 1.0
+    x = memory[JOINED] / batch_size
+    out[9] = x if x < 1.0 else 1.0
+    for index in range(2 * NUM_SCALES):
+        out[10 + index] = digest[RATE + index]
+
+    # Three scores a tier, in ln(tokens/s) off by a constant: what counts is how far behind the best
+    # they are. ``out`` does not keep them; it may be float32, whose differences have few digits.
+    first_s = step_s[0]
+    fast = LOG_LEN
+    medium = LOG_LEN + MAX_NUM_STEPS + 1
+    slow = LOG_LEN + 2 * (MAX_NUM_STEPS + 1)
+    first = digest[medium + num_steps[0]]
     best_0 = best_1 = best_2 = -1e300
-    for k in range(num_tiers):
-        at = NUM_GLOBAL + k * NUM_PER_TIER
-        cost = math.log(step_s[k] / step_s[0])
+    for k in range(len(num_steps)):
         depth = num_steps[k]
-        score_0 = math.log(scratch[depth]) - cost
-        score_1 = math.log(scratch[depths + depth]) - cost
-        score_2 = math.log(scratch[2 * depths + depth]) - cost
-        best_0 = max(best_0, score_0)
-        best_1 = max(best_1, score_1)
-        best_2 = max(best_2, score_2)
-        ceiling = (1.0 - CEILING_RATE ** (depth + 1)) / (1.0 - CEILING_RATE)
-        out[at] = 1.0 if depth == 0 else 0.0
+        cost = log(step_s[k] / first_s)
+        x = digest[fast + depth] - cost
+        if x > best_0:
+            best_0 = x
+        x = digest[medium + depth] - cost
+        if x > best_1:
+            best_1 = x
+        x = digest[slow + depth] - cost
+        if x > best_2:
+            best_2 = x
+    at = NUM_GLOBAL
+    for k in range(len(num_steps)):
+        depth = num_steps[k]
+        cost = log(step_s[k] / first_s)
+        out[at] = 0.0 if depth else 1.0
         out[at + 1] = depth / MAX_NUM_STEPS
         out[at + 2] = 1.0 if k == current else 0.0
-        out[at + 3] = min(max(cost, -3.0), 3.0)
-        out[at + 4] = score_0
-        out[at + 5] = score_1
-        out[at + 6] = score_2
-        out[at + 8] = min(max(GAIN_SCALE * (math.log(ceiling) - cost), -10.0), 10.0)
-        out[at + 9] = min(max(math.log(recent_accept_len[k]), 0.0), 3.0)
-        out[at + 10] = min(math.log2(1.0 + ages[k]) / 12.0, 1.0)
-    first = math.log(scratch[depths + num_steps[0]])
-    # ``out`` may be float32, whose rounding must not lift a difference above 0.
-    for k in range(num_tiers):
-        at = NUM_GLOBAL + k * NUM_PER_TIER
-        out[at + 7] = min(max(GAIN_SCALE * (out[at + 5] - first), -10.0), 10.0)
-        out[at + 4] = min(max(GAIN_SCALE * (out[at + 4] - best_0), -10.0), 0.0)
-        out[at + 5] = min(max(GAIN_SCALE * (out[at + 5] - best_1), -10.0), 0.0)
-        out[at + 6] = min(max(GAIN_SCALE * (out[at + 6] - best_2), -10.0), 0.0)
+        out[at + 3] = -3.0 if cost < -3.0 else 3.0 if cost > 3.0 else cost
+        x = GAIN_SCALE * (digest[fast + depth] - cost - best_0)
+        out[at + 4] = x if x > -10.0 else -10.0
+        score = digest[medium + depth] - cost
+        x = GAIN_SCALE * (score - best_1)
+        out[at + 5] = x if x > -10.0 else -10.0
+        x = GAIN_SCALE * (digest[slow + depth] - cost - best_2)
+        out[at + 6] = x if x > -10.0 else -10.0
+        x = GAIN_SCALE * (score - first)
+        out[at + 7] = -10.0 if x < -10.0 else 10.0 if x > 10.0 else x
+        x = GAIN_SCALE * (LOG_CEILING[depth] - cost)
+        out[at + 8] = -10.0 if x < -10.0 else 10.0 if x > 10.0 else x
+        out[at + 9] = digest[LOG_RECENT + k]
+        x = log2(1.0 + ages[k]) / 12.0
+        out[at + 10] = x if x < 1.0 else 1.0
+        at += NUM_PER_TIER

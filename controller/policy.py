@@ -13,6 +13,7 @@ some 1e-15 of a logit, so that ranks on unlike hosts do not part over a near tie
 """
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,17 +63,30 @@ def parameter_shapes(
 
 
 class _Scratch:
-    """Buffers of :meth:`NumpyPolicy.choose` for one number of tiers, and views into them."""
+    """Buffers of :meth:`NumpyPolicy.choose` for one number of tiers, and views into them.
 
-    def __init__(
-        self, num_tiers: int, num_global: int, num_per_tier: int, hidden: int, second: int
-    ):
+    The first bias rides along as the weight of an input that is always 1, and what the global
+    features add to every tier as the weight of another: that saves two additions.
+    """
+
+    def __init__(self, policy: "NumpyPolicy", num_tiers: int):
+        num_global, num_per_tier = policy.num_global, policy.num_per_tier
+        hidden, second = policy.hidden_sizes
         size = num_global + num_tiers * num_per_tier
         self.rounded = np.zeros(size, np.float32)
-        self.observation = np.zeros(size)
-        self.globals = self.observation[:num_global]
-        self.tiers = self.observation[num_global:].reshape(num_tiers, num_per_tier)
-        self.shared = np.zeros(hidden)
+        # Packing a sequence is faster than assigning it, and rounds alike.
+        self.pack_into = struct.Struct(f"{size}f").pack_into
+        self.rounded_bytes = self.rounded.data.cast("B")
+        self.rounded_globals = self.rounded[:num_global]
+        self.rounded_tiers = self.rounded[num_global:].reshape(num_tiers, num_per_tier)
+        self.with_one = np.ones(num_global + 1)
+        self.globals = self.with_one[:num_global]
+        self.tiers_with_one = np.ones((num_tiers, num_per_tier + 1))
+        self.tiers = self.tiers_with_one[:, :num_per_tier]
+        self.tiers_flat = self.tiers_with_one.reshape(-1)
+        self.tier_weight = np.zeros((num_per_tier + 1, hidden))
+        self.tier_weight[:-1] = policy.tier_weight
+        self.shared = self.tier_weight[-1]
         self.hidden = np.zeros((num_tiers, hidden))
         self.second = np.zeros((num_tiers, second))
         self.logits = np.zeros(num_tiers)
@@ -109,13 +123,15 @@ class NumpyPolicy:
             self.parameters[name] = np.array(parameters[name], np.float32, order="C")
             self.parameters[name].setflags(write=False)
             wide[name] = self.parameters[name].astype(np.float64)
-        self._global_weight = wide["global.weight"]
-        self._tier_weight = np.ascontiguousarray(wide["tier.weight"].T)
-        self._hidden_bias = wide["hidden.bias"]
+        self.tier_weight = np.ascontiguousarray(wide["tier.weight"].T)
+        self._global_weight = np.column_stack((wide["global.weight"], wide["hidden.bias"]))
         self._second_weight = np.ascontiguousarray(wide["second.weight"].T)
         self._second_bias = wide["second.bias"]
+        self._minus_second_bias = -self._second_bias
         self._logit_weight = wide["logit.weight"]
         self._skip_weight = wide["skip.weight"]
+        self._skip_with_zero = np.append(wide["skip.weight"], 0.0)
+        self._zero = np.zeros(())
         self._scratch: dict[int, _Scratch] = {}
 
     def num_tiers(self, size: int) -> int:
@@ -150,8 +166,11 @@ class NumpyPolicy:
             raise SpecGovernorError(_not_finite(rounded.reshape(-1, rounded.shape[-1])))
         wide = rounded.astype(np.float64)
         x = wide[..., self.num_global :].reshape(*wide.shape[:-1], num_tiers, self.num_per_tier)
-        a = wide[..., : self.num_global] @ self._global_weight.T + self._hidden_bias
-        h = np.maximum(a[..., None, :] + x @ self._tier_weight, 0.0)
+        a = (
+            wide[..., : self.num_global] @ self._global_weight[:, :-1].T
+            + self._global_weight[:, -1]
+        )
+        h = np.maximum(a[..., None, :] + x @ self.tier_weight, 0.0)
         z = np.maximum(h @ self._second_weight + self._second_bias, 0.0)
         result: NDArray[np.float64] = z @ self._logit_weight + x @ self._skip_weight
         return result
@@ -169,25 +188,27 @@ class NumpyPolicy:
         size = len(observation)
         s = self._scratch.get(size)
         if s is None:
-            num_tiers = self.num_tiers(size)
-            s = _Scratch(num_tiers, self.num_global, self.num_per_tier, *self.hidden_sizes)
+            s = _Scratch(self, self.num_tiers(size))
             self._scratch[size] = s
-        s.rounded[:] = observation
-        s.observation[:] = s.rounded
+        try:
+            s.pack_into(s.rounded_bytes, 0, *observation)
+        except OverflowError:  # Beyond float32, which the assignment turns into infinity.
+            with np.errstate(over="ignore"):
+                s.rounded[:] = observation
+        s.globals[:] = s.rounded_globals
+        s.tiers[:] = s.rounded_tiers
         # Squares of float32 numbers fit float64, and so does every sum below: only an entry that
-        # is not finite makes this sum so, and without one every logit is finite.
-        if not math.isfinite(s.observation.dot(s.observation)):
+        # is not finite makes these sums so, and without one every logit is finite.
+        if not math.isfinite(s.with_one.dot(s.with_one) + s.tiers_flat.dot(s.tiers_flat)):
             raise SpecGovernorError(_not_finite(s.rounded[None]))
-        np.dot(self._global_weight, s.globals, out=s.shared)
-        np.add(s.shared, self._hidden_bias, out=s.shared)
-        np.dot(s.tiers, self._tier_weight, out=s.hidden)
-        np.add(s.hidden, s.shared, out=s.hidden)
-        np.maximum(s.hidden, 0.0, out=s.hidden)
+        np.dot(self._global_weight, s.with_one, out=s.shared)
+        np.dot(s.tiers_with_one, s.tier_weight, out=s.hidden)
+        np.maximum(s.hidden, self._zero, out=s.hidden)
         np.dot(s.hidden, self._second_weight, out=s.second)
-        np.add(s.second, self._second_bias, out=s.second)
-        np.maximum(s.second, 0.0, out=s.second)
+        # relu(z + b) is max(z, -b) + b, and b adds the same to the logit of every tier.
+        np.maximum(s.second, self._minus_second_bias, out=s.second)
         np.dot(s.second, self._logit_weight, out=s.logits)
-        np.dot(s.tiers, self._skip_weight, out=s.skip)
+        np.dot(s.tiers_with_one, self._skip_with_zero, out=s.skip)
         np.add(s.logits, s.skip, out=s.logits)
         return int(s.logits.argmax())
 
