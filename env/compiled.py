@@ -75,6 +75,8 @@ for _function in (
     controller_memory.record_join,
     controller_memory.record_launch,
     controller_memory.record_result,
+    controller_features.digest_evidence,
+    controller_features.fill_digested,
     controller_features.fill_observation,
 ):
     register_jitable(_function)
