@@ -23,6 +23,22 @@ from training.ppo import TrainConfig, build_model, keep_previous, train
 SMALL = dict(num_envs=8, rollout_steps=32, minibatch_size=128, hidden=16, wandb="disabled")
 
 
+@pytest.fixture(autouse=True)
+def short_evaluations(monkeypatch):
+    """Score on two small cells; the default ones take a minute where many train."""
+    names = ("closed 8, shared", "closed 8, per-request")
+    cells = [cell(0.012, 0.7), cell(0.012, 0.3)]
+    pairs = list(zip(cells, names, strict=True))
+
+    def small(deployment):
+        return [
+            replace(c, deployment=deployment, workload=replace(c.workload, name=name))
+            for c, name in pairs
+        ]
+
+    monkeypatch.setattr("training.ppo.default_cells", small)
+
+
 @pytest.fixture
 def calibration_file(tmp_path):
     path = tmp_path / "calibration.json"
@@ -35,7 +51,6 @@ def config_of(tmp_path, calibration_file, **changes):
         calibration=calibration_file,
         output=tmp_path / "out",
         tiers="off,3",
-        max_running_requests=8,
         total_steps=512,
         evaluations=1,
         critic_warmup=0,
@@ -127,7 +142,7 @@ def test_an_older_checkpoint_is_kept(tmp_path, calibration_file):
 )
 def test_bad_settings_are_refused(name, value):
     with pytest.raises(ConfigError, match=name):
-        TrainConfig(**{name: value})
+        TrainConfig(**{name: value}).check()
 
 
 def run_cli(*arguments, **kwargs):
@@ -154,7 +169,7 @@ def test_interrupt_keeps_the_best_checkpoint(tmp_path, calibration_file):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "training.ppo", "--calibration", str(calibration_file)),
-            *("--output", str(output), "--tiers", "off,3", "--max-running-requests", "8"),
+            *("--output", str(output), "--tiers", "off,3"),
             *("--num-envs", "8", "--rollout-steps", "32", "--total-steps", "100000000"),
             *("--wandb", "disabled", "--hidden", "16", "--threads", "1"),
         ],
@@ -179,7 +194,7 @@ def test_wandb_offline_writes_files(tmp_path, calibration_file):
     environment.pop("WANDB_MODE", None)
     result = run_cli(
         *("training.ppo", "--calibration", str(calibration_file)),
-        *("--output", str(tmp_path / "out"), "--tiers", "off,3", "--max-running-requests", "8"),
+        *("--output", str(tmp_path / "out"), "--tiers", "off,3"),
         *("--num-envs", "8", "--rollout-steps", "32", "--total-steps", "512", "--hidden", "16"),
         env=environment,
     )

@@ -99,7 +99,14 @@ class TrainConfig:
     threads: int = 2
     """CPU threads for PyTorch."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse settings that cannot work.
+
+        Not in ``__post_init__``, where the command line's parser would catch and frame the error.
+
+        Raises:
+            ConfigError: Naming the setting, what it is and what is expected.
+        """
         positive = (
             "max_running_requests",
             "total_steps",
@@ -345,7 +352,14 @@ def keep_previous(output: Path, resume: Path | None) -> None:
 
 
 def train(config: TrainConfig) -> float:
-    """Run the training; return the best score. Ctrl-C ends it and keeps the best checkpoint."""
+    """Run the training; return the best score. Ctrl-C ends it and keeps the best checkpoint.
+
+    Raises:
+        ConfigError: If a setting cannot work or the output cannot be written; before anything is.
+        CalibrationError: If the calibration cannot be used.
+        CheckpointError: If the checkpoint to resume from cannot be used.
+    """
+    config.check()
     deployment = Deployment(
         Calibration.load(config.calibration),
         tiers=config.tiers,
