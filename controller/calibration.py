@@ -318,7 +318,7 @@ class Calibration:
         """
         path = Path(path)
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except OSError as error:
             raise CalibrationError(
                 f"{path}: cannot be read ({error.strerror}); give a file that "
@@ -329,6 +329,11 @@ class Calibration:
                 f"{path}: expected JSON, got something else ({error}); calibrate again"
             ) from error
         return Calibration.from_json(value, str(path))
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is not a number")
 
 
 def _plain(value: Any) -> Any:

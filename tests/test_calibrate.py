@@ -40,6 +40,8 @@ BATCHES = (1, 4, 7, 16)
 TRUE_S = {"warm": (0.004, 1e-4, 2e-8), "1": (0.005, 2e-4, 2.5e-8), "3": (0.006, 5e-4, 3e-8)}
 """Seconds of a round, a padded request, and a context token, by tier."""
 
+KEPT = '{"schema": "specgovernor.calibration", "note": "kept"}'
+
 
 def true_s(tier: str, batch: int, context: int) -> float:
     fixed, request, token = TRUE_S[tier]
@@ -393,10 +395,10 @@ def test_bad_tables(
 ) -> None:
     source, output = tmp_path / "t.csv", tmp_path / "out.json"
     source.write_text(text)
-    output.write_text("kept")
+    output.write_text(KEPT)
     error = run(capsys, source, "-o", output)
     assert expected in error and str(source) in error
-    assert output.read_text() == "kept"
+    assert output.read_text() == KEPT
 
 
 # -- the command -----------------------------------------------------------------------------------

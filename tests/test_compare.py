@@ -116,12 +116,25 @@ def test_report_is_valid_json_and_complete(tmp_path):
 
 def test_command_line_names_what_is_wrong(tmp_path, capsys):
     tiny_checkpoint(tmp_path / "c")
-    assert main([str(tmp_path / "c"), "--tiers", "off,5"]) == 2
+    out = ["-o", str(tmp_path / "report.json")]
+    assert main([str(tmp_path / "c"), "--tiers", "off,5", *out]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "'5'" in error
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert not list(tmp_path.glob("*.compare.json"))
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_an_output_that_would_destroy_something_is_refused(tmp_path, capsys):
+    tiny_checkpoint(tmp_path / "c")
+    (tmp_path / "thesis.json").write_text("{}")
+    for output in ("c/policy.json", "c/new.json", "thesis.json", "c"):
+        assert main([str(tmp_path / "c"), "-o", str(tmp_path / output)]) == 2
+        assert capsys.readouterr().err.startswith("error: output ")
+    assert main([str(tmp_path / "c"), "--tiers", "3"]) == 2
+    assert "--output" in capsys.readouterr().err
+    load_checkpoint(tmp_path / "c")
+    assert (tmp_path / "thesis.json").read_text() == "{}"
 
 
 @pytest.mark.timeout(600)

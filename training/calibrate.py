@@ -14,9 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from controller.calibration import SCHEMA as CALIBRATION_SCHEMA
 from controller.errors import SpecGovernorError
 from controller.tiers import MAX_NUM_STEPS
-from training.cli import OneLineParser, print_error
+from training.cli import OneLineParser, check_output, print_error
 from training.fit import MIN_ROWS
 from training.fitting import calibrate
 from training.report import print_report
@@ -96,6 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         options = TableOptions(
             args.num_steps, args.accept_len, args.speculative_max_running_requests
+        )
+        check_output(
+            args.output,
+            args.sources,
+            lambda value: isinstance(value, dict) and value.get("schema") == CALIBRATION_SCHEMA,
         )
         sources = read_sources(args.sources, options)
         origin: dict[str, object] = {"notes": args.notes}

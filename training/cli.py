@@ -1,8 +1,13 @@
 """How the commands of this package report bad input: one line on stderr, exit code 2."""
 
 import argparse
+import json
 import sys
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from controller.errors import ConfigError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -11,6 +16,34 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print ``error: ...`` with the way to the help, and exit with code 2."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def check_output(
+    output: Path, inputs: Iterable[Path | None], schema: Callable[[Any], bool]
+) -> None:
+    """Refuse, before any work is done, an output that would destroy something or cannot be written.
+
+    Args:
+        output: File to write.
+        inputs: Files that the command reads.
+        schema: Tells whether the JSON of an existing file is an earlier output.
+
+    Raises:
+        ConfigError: Saying what is in the way.
+    """
+    if not output.name or output.is_dir():
+        raise ConfigError(f"output {str(output)!r} is a folder or nothing: give a file")
+    if (output.resolve().parent / "policy.json").exists():
+        raise ConfigError(f"output {output}: inside a checkpoint; give a file outside of it")
+    if any(path is not None and path.resolve() == output.resolve() for path in inputs):
+        raise ConfigError(f"output {output} is also an input; give another file")
+    if output.exists():
+        try:
+            known = schema(json.loads(output.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            known = False
+        if not known:
+            raise ConfigError(f"output {output} exists and is something else; give another file")
 
 
 def print_error(error: Exception) -> int:

@@ -29,7 +29,7 @@ from controller.jsonfile import canonical_text, write_atomically
 from controller.tiers import NATIVE
 from env.deployment import Deployment
 from env.simulator import Cell
-from training.cli import OneLineParser, print_error
+from training.cli import OneLineParser, check_output, print_error
 from training.controllers import (
     BatchThreshold,
     Bound,
@@ -230,7 +230,7 @@ def compare(
         raise ConfigError(f"{num_seeds} seeds: an interval needs at least 2; give a larger --seeds")
     deployment = Deployment(
         calibration or checkpoint.calibration,
-        tiers=tiers or ",".join(tier.name for tier in checkpoint.tiers),
+        tiers=",".join(t.name for t in checkpoint.tiers) if tiers is None else tiers,
         max_running_requests=max_running_requests,
     )
     cells = default_cells(deployment) if cells is None else cells
@@ -262,11 +262,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="JSON file; default: beside CHECKPOINT")
     options = parser.parse_args(arguments)
     try:
-        output = options.output or options.checkpoint.with_name(
-            options.checkpoint.name + ".compare.json"
+        if options.output is None and (options.calibration or options.tiers is not None):
+            raise ConfigError("--calibration and --tiers: name the report's file with --output")
+        beside = options.checkpoint.resolve()
+        output = options.output or beside.with_name(f"{beside.name}.compare.json")
+        check_output(
+            output,
+            [options.calibration],
+            lambda value: isinstance(value, dict) and {"cells", "totals"} <= set(value),
         )
-        if output.is_dir() or (options.output and not output.parent.is_dir()):
-            raise ConfigError(f"--output {output}: expected a file in a folder that exists")
         calibration = Calibration.load(options.calibration) if options.calibration else None
         report = compare(
             load_checkpoint(options.checkpoint),

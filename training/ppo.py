@@ -42,6 +42,31 @@ EVALUATION_SEEDS = (900_001, 900_002)
 """Seeds of the evaluations that choose the best checkpoint; the comparison uses others."""
 
 
+BOUNDS = {
+    "max_running_requests": (1, 8192),
+    "seed": (0, 2**32 - 1),
+    "total_steps": (1, 1e12),
+    "num_envs": (1, 65_536),
+    "rollout_steps": (1, 1e6),
+    "minibatch_size": (2, 1e9),
+    "epochs": (1, 1000),
+    "learning_rate": (1e-9, 1.0),
+    "entropy_coefficient": (0.0, 1.0),
+    "clip_range": (1e-6, 10.0),
+    "gae_lambda": (0.0, 1.0),
+    "horizon_tokens": (1.0, 1e9),
+    "randomised_share": (0.0, 1.0),
+    "averaging": (0.0, 1.0),
+    "critic_warmup": (0, 1e12),
+    "slo_weight": (0.0, 1e6),
+    "prior": (0.0, 1e4),
+    "hidden": (1, 4096),
+    "evaluations": (1, 1e6),
+    "threads": (1, 1024),
+}
+"""Smallest and largest value of every number among the settings."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of a training run."""
@@ -107,31 +132,10 @@ class TrainConfig:
         Raises:
             ConfigError: Naming the setting, what it is and what is expected.
         """
-        positive = (
-            "max_running_requests",
-            "total_steps",
-            "num_envs",
-            "rollout_steps",
-            "minibatch_size",
-            "epochs",
-            "learning_rate",
-            "clip_range",
-            "horizon_tokens",
-            "hidden",
-            "evaluations",
-            "threads",
-        )
-        for name in positive:
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value}: expected a positive number")
-        for name in ("gae_lambda", "randomised_share", "averaging"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: expected 0 to 1")
-        for name in ("entropy_coefficient", "slo_weight", "prior", "seed", "critic_warmup"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} is {value}: expected a number of at least 0")
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}: expected {least:g} to {most:g}")
         if self.num_envs * self.rollout_steps < 2:
             raise ConfigError(
                 "num_envs * rollout_steps is 1: PPO needs at least 2 rounds an update"
@@ -360,6 +364,10 @@ def train(config: TrainConfig) -> float:
         CheckpointError: If the checkpoint to resume from cannot be used.
     """
     config.check()
+    try:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output {config.output}: its folder cannot be made ({error})") from error
     deployment = Deployment(
         Calibration.load(config.calibration),
         tiers=config.tiers,
