@@ -176,6 +176,8 @@ def test_interrupt_keeps_the_best_checkpoint(tmp_path, calibration_file):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 200
     while not (output / "policy.json").exists() and time.monotonic() < deadline:
