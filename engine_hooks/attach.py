@@ -10,11 +10,14 @@ from engine_hooks import symbols
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.driver import Driver
 from engine_hooks.governor import Governor
+from engine_hooks.guard import Guard
 from engine_hooks.header import trace_header
+from engine_hooks.metrics import GovernorMetrics
 from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceRecorder
 from engine_hooks.settings import ON, Settings
 from engine_hooks.verify import (
+    first_of,
     missing_hooks,
     rank,
     ranks_agree,
@@ -47,7 +50,7 @@ class Attachment:
             ConfigError: If it cannot be governed and the operator said strict.
         """
         original(scheduler, *args, **kwargs)
-        if self._settings.governs:
+        if self._settings.policy is not None:
             self._govern(scheduler)
         try:
             self._record(scheduler)
@@ -60,7 +63,10 @@ class Attachment:
         try:
             checkpoint = self._checked(scheduler)
             governor = self._governor(scheduler, checkpoint)
-            state = f"{checkpoint.sha256} {self._settings.mode} {governor.tiers.num_steps}"
+            state = (
+                f"{checkpoint.sha256} {self._settings.mode} {governor.tiers.num_steps} "
+                f"{governor.compiled} {self._settings.guard}"
+            )
             reason = ""
         except SpecGovernorError as error:
             state = reason = str(error)
@@ -69,24 +75,52 @@ class Attachment:
             state = reason = f"{type(error).__name__}: {error}"
         # Every rank gets here, whatever went wrong on it, so that none waits for another.
         if not ranks_agree(state, scheduler.tp_cpu_group):
-            reason = reason or "the tensor-parallel ranks differ in policy, mode or tiers"
+            reason = reason or (
+                "the tensor-parallel ranks differ in policy, mode, guard, tiers or in having Numba"
+            )
         if reason or checkpoint is None:
             self._refuse(version, reason)
             return
-        self._driver.ignores_queue = symbols.queues_differ_between_ranks(version)
-        self._driver.governor = governor
+        driver = self._driver
+        driver.ignores_queue = symbols.queues_differ_between_ranks(version)
+        driver.governor = governor
         params = symbols.governed_params(scheduler)
-        if self._settings.mode == ON:
-            self._driver.params = params
+        if isinstance(params, GovernedParams):
+            driver.params = params
             # SGLang prints every switch; the driver sums them up.
             logging.getLogger(symbols.WORKER_LOGGER).addFilter(_is_no_switch)
-        self._driver.summary.speaks = rank() == 0
-        if self._driver.summary.speaks:
-            candidates = [] if params is None else list(params.candidate_steps)
+            if self._settings.guard:
+                driver.guard = self._guard(scheduler, governor)
+        driver.mode = self._settings.mode
+        driver.summary.speaks = rank() == 0
+        self._export(scheduler)
+        if driver.summary.speaks:
+            candidates = [] if driver.params is None else list(driver.params.candidate_steps)
             logger.info(
                 start_line(version, self._settings.mode, len(self._hooks), checkpoint, candidates)
             )
             self._remark(scheduler, governor)
+
+    def _guard(self, scheduler: Any, governor: Governor) -> Guard:
+        group = scheduler.tp_cpu_group
+        return Guard(
+            governor.tiers.num_steps,
+            [tier.name for tier in governor.tiers.tiers],
+            governor.static_tier,
+            governor.accept_len,
+            lambda order: symbols.from_first_rank(order, group),
+            first_of(group),
+        )
+
+    def _export(self, scheduler: Any) -> None:
+        """Export metrics, if this scheduler exports any."""
+        try:
+            labels = symbols.metrics_labels(scheduler)
+            if labels is not None:
+                self._driver.metrics = GovernorMetrics(labels)
+                self._driver.metrics.set_mode(self._driver.mode)
+        except Exception:
+            logger.exception("specgovernor: its metrics are not exported")
 
     def _checked(self, scheduler: Any) -> Checkpoint:
         """Load the policy and check that hooks and buffers are there.
@@ -104,16 +138,15 @@ class Attachment:
 
     def _governor(self, scheduler: Any, checkpoint: Checkpoint) -> Governor:
         params = symbols.governed_params(scheduler)
-        initial = symbols.initial_steps(scheduler)
-        if self._settings.mode == ON:
-            if not isinstance(params, GovernedParams):
-                raise ConfigError(
-                    "SGLang does not ask the governor for steps; adaptive speculation is off or "
-                    f"{type(params).__name__} has taken its place"
-                )
-            initial = params.static_steps
+        governed = isinstance(params, GovernedParams)
+        if self._settings.mode == ON and not governed:
+            raise ConfigError(
+                "SGLang does not ask the governor for steps; adaptive speculation is off or "
+                f"{type(params).__name__} has taken its place"
+            )
+        initial = params.static_steps if governed else symbols.initial_steps(scheduler)
         governor = Governor(checkpoint, scheduler.max_running_requests, initial)
-        if self._settings.mode == ON:
+        if governed:
             lacking = sorted(set(governor.tiers.num_steps) - set(params.candidate_steps))
             if lacking:
                 raise ConfigError(
@@ -132,6 +165,11 @@ class Attachment:
         """Say what runs otherwise than the operator may think."""
         for note in governor.tiers.notes:
             logger.warning("specgovernor: %s", note)
+        if not governor.compiled:
+            logger.warning(
+                "specgovernor: without Numba a decision costs some three times as much; install "
+                "specgovernor[sglang]"
+            )
         if self._driver.ignores_queue:
             logger.warning(
                 "specgovernor: the queue depth is taken as 0, since in this SGLang each rank drops "
@@ -139,7 +177,7 @@ class Attachment:
                 symbols.WAITING_TIMEOUT,
             )
         reserved = 2 * max(governor.tiers.num_steps) * scheduler.max_running_requests
-        if self._settings.mode == ON and reserved > 0.02 * scheduler.max_total_num_tokens:
+        if self._driver.params is not None and reserved > 0.02 * scheduler.max_total_num_tokens:
             logger.warning(
                 "specgovernor: %d of %d KV tokens are kept for the deepest draft at %d running "
                 "requests, which a server without speculation would use; lower "
@@ -150,7 +188,7 @@ class Attachment:
             )
 
     def _record(self, scheduler: Any) -> None:
-        if self._settings.decisions is not None and self._settings.governs:
+        if self._settings.decisions is not None and self._driver.governor is not None:
             self._driver.decisions = DecisionLog(self._settings.decisions, rank())
         if self._settings.trace is not None and rank() == 0:
             header = trace_header(scheduler, self._driver.governor)

@@ -33,6 +33,7 @@ from engine_hooks.driver import Driver
 from engine_hooks.governor import Governor
 from engine_hooks.params import GovernedParams
 from engine_hooks.server_setup import write_candidate_steps
+from engine_hooks.settings import ON
 
 NUM_DECISIONS = 20_000
 WARM_UP = 1_000
@@ -106,6 +107,7 @@ class Bench:
             max_total_num_tokens=700_000,
         )
         self.driver = Driver()
+        self.driver.mode = ON
         self.driver.governor = Governor(checkpoint, batch_size, INITIAL_STEPS)
         self.driver.params = GovernedParams.__new__(GovernedParams)
         self.driver.params.static_steps = self.driver.params.next_steps = INITIAL_STEPS

@@ -12,13 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from controller.errors import SpecGovernorError
+from controller.tiers import COLD, WARM
 from engine_hooks.context import ContextCounter
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.governor import Governor
+from engine_hooks.guard import Guard
+from engine_hooks.metrics import GovernorMetrics, RoundCount
 from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceFields, TraceRecorder
+from engine_hooks.settings import MODES, OFF, ON
 from engine_hooks.summary import Summary
-from engine_hooks.symbols import kv_use, prefilled_requests
+from engine_hooks.symbols import kv_use, prefilled_requests, requested_mode, settings_reply
 from engine_hooks.tiers import DraftExtendSwitch
 
 logger = logging.getLogger(__name__)
@@ -45,14 +50,19 @@ class Launch:
     asked: int | None = None
     tier: int | None = None
     cold_start: bool = False
+    forced: bool = False
+    decide_s: float | None = None
 
 
 class Driver:
     """The hooks' state in one scheduler process.
 
     Attributes:
-        governor: Decides, or None if nothing is governed.
-        params: What SGLang asks for steps, or None unless the decisions are to be carried out.
+        mode: ``"on"``, ``"shadow"`` (decide and log only) or ``"off"``.
+        governor: Decides, or None if nothing can be governed.
+        params: What SGLang asks for steps, or None if it does not ask.
+        guard: Overrules the governor where another tier measures better, or None.
+        metrics: Prometheus metrics, or None.
         recorder: Step trace, or None.
         decisions: Decision log, or None.
         summary: Counts the rounds for the log.
@@ -61,7 +71,10 @@ class Driver:
     """
 
     def __init__(self) -> None:
+        self.mode = OFF
         self.governor: Governor | None = None
+        self.guard: Guard | None = None
+        self.metrics: GovernorMetrics | None = None
         self.params: GovernedParams | None = None
         self.recorder: TraceRecorder | None = None
         self.decisions: DecisionLog | None = None
@@ -73,16 +86,24 @@ class Driver:
         self._prefilled: set[Any] = set()
         self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
         self._last_result_s: float | None = None
+        self._last_tier: int | None = None
+        self._same_tier_results = 0
 
     def run_batch(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Decide before the launch; note after it what really runs."""
         launch = None
+        started_s = time.perf_counter()
         try:
+            # First of all: a rank that left out one of these calls would wait for the others.
+            guard = self._acting_guard
+            if guard is not None and batch.forward_mode.is_decode():
+                guard.begin_round()
             launch = self._observe(scheduler, batch)
             if launch is not None and launch.decode and self.governor is not None:
                 self._decide(self.governor, scheduler, batch, launch)
+                launch.decide_s = time.perf_counter() - started_s
         except Exception:
             self._failed()
         started_s = time.perf_counter()
@@ -120,6 +141,51 @@ class Driver:
             self._failed()
         return returned
 
+    def set_internal_state(
+        self,
+        original: Callable[..., Any],
+        scheduler: Any,
+        request: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Change the mode, if that is what the request is about."""
+        try:
+            number = requested_mode(request)
+            if number is not None:
+                if number not in range(len(MODES)):
+                    raise SpecGovernorError(f"expected a mode from 0 to 2, got {number!r:.40}")
+                self.set_mode(MODES[int(number)])
+                return settings_reply(True)
+        except (SpecGovernorError, ValueError) as error:
+            logger.error("specgovernor: the mode stays %s: %s", self.mode, error)
+            return settings_reply(False)
+        except Exception:
+            self._failed()
+        return original(scheduler, request, *args, **kwargs)
+
+    def set_mode(self, mode: str) -> None:
+        """Change the mode from the next round on.
+
+        Raises:
+            SpecGovernorError: If this server cannot be in that mode.
+        """
+        if mode != OFF and self.governor is None:
+            raise SpecGovernorError(
+                "the governor did not start; the reason is in the log's 'does NOT govern' line"
+            )
+        if mode == ON and self.params is None:
+            raise SpecGovernorError(
+                "SGLang does not ask this server for draft steps (adaptive speculation is off); "
+                "start it with SPECGOVERNOR_MODE=on to see why"
+            )
+        before, self.mode = self.mode, mode
+        self._go_static()
+        if self.metrics is not None:
+            self.metrics.set_mode(mode)
+        if mode != before and self.summary.speaks:
+            logger.info("specgovernor: mode changed from %s to %s", before, mode)
+
     def on_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
         """Note that the time until the next result will not be the time of a batch."""
         self._last_result_s = None
@@ -131,7 +197,7 @@ class Driver:
         decode = bool(mode.is_decode())
         if not decode and not mode.is_idle() and self.governor is not None:
             self._prefilled.update(prefilled_requests(batch))
-        if not decode and (self.recorder is None or not mode.is_extend()):
+        if not decode and not mode.is_extend():
             return None
         return Launch(
             result=None,
@@ -148,10 +214,15 @@ class Driver:
         if self._prefilled:
             self._count_joined(governor, batch.reqs)
         launch.kv_use = kv_use(scheduler)
+        if self.mode == OFF:
+            return
         launch.asked = governor.decide(
             launch.batch_size, launch.queue_depth, launch.context_tokens, launch.kv_use
         )
-        if self.params is not None:
+        if self.mode == ON and self.params is not None:
+            forced = None if self.guard is None else self.guard.tier(launch.batch_size)
+            if forced is not None:
+                launch.asked, launch.forced = forced, True
             steps = governor.tiers.num_steps[launch.asked]
             if steps == 0:
                 self._draft_extend.keep_warm(governor.tiers.keeps_warm[launch.asked])
@@ -190,24 +261,74 @@ class Driver:
 
     def _learn(self, launch: Launch, batch: Any, finished: list[bool] | None) -> None:
         correct = launch.result.num_correct_drafts_per_req_cpu if launch.num_steps else None
-        if self.governor is not None and launch.tier is not None and correct is not None:
-            steps = launch.num_steps or 0
-            self.governor.result(launch.tier, steps, launch.cold_start, correct)
+        now_s = time.perf_counter()
+        before_s, self._last_result_s = self._last_result_s, now_s
+        round_s = None if before_s is None else now_s - before_s
+        if self.governor is not None and launch.tier is not None:
+            if correct is not None:
+                steps = launch.num_steps or 0
+                self.governor.result(launch.tier, steps, launch.cold_start, correct)
+            if self.metrics is not None:
+                self.metrics.put(self._round_count(launch, correct))
+        guard = self._acting_guard
+        if guard is not None:
+            self._measure(guard, launch, correct, round_s)
         if self.recorder is not None:
-            self.recorder.put(self._trace_row(launch, correct))
+            self.recorder.put(self._trace_row(launch, correct, round_s))
         if self.decisions is not None and finished is not None and launch.decode:
             self.decisions.put(self._decision_row(launch, batch, finished))
 
-    def _trace_row(self, launch: Launch, correct: list[int] | None) -> TraceFields:
-        now_s = time.perf_counter()
-        before_s, self._last_result_s = self._last_result_s, now_s
+    @property
+    def _acting_guard(self) -> Guard | None:
+        return self.guard if self.mode == ON else None
+
+    def _measure(
+        self, guard: Guard, launch: Launch, correct: list[int] | None, round_s: float | None
+    ) -> None:
+        """Let the guard know what a round took, if only rounds like it are in that time."""
+        if launch.tier is None or round_s is None or launch.tier != self._last_tier:
+            self._same_tier_results = 0
+        self._last_tier = launch.tier
+        self._same_tier_results += 1
+        # The first result of a tier ends the time of another, and under the overlap schedule the
+        # host prepared the second one while that was still running.
+        if self._same_tier_results < 3 or not guard.measures:
+            return
+        if launch.tier is None or round_s is None or self.governor is None:
+            return
+        guard.measured(
+            launch.tier,
+            launch.batch_size,
+            launch.batch_size + (sum(correct) if correct else 0),
+            round_s,
+            self.governor.predicted_s(launch.batch_size, launch.context_tokens),
+            launch.asked == launch.tier and not launch.forced,
+        )
+
+    def _round_count(self, launch: Launch, correct: list[int] | None) -> RoundCount:
+        steps = launch.num_steps or 0
+        num_correct = sum(correct) if correct else 0
+        return RoundCount(
+            tier=str(steps) if steps else WARM if launch.keeps_warm else COLD,
+            num_steps=steps,
+            tokens=launch.batch_size + num_correct,
+            wasted_drafts=steps * launch.batch_size - num_correct,
+            decision_s=launch.decide_s,
+            fallbacks=self.fallbacks,
+            guard_active=launch.forced,
+            guard_forced=0 if self.guard is None else self.guard.forced,
+        )
+
+    def _trace_row(
+        self, launch: Launch, correct: list[int] | None, round_s: float | None
+    ) -> TraceFields:
         return (
             "decode" if launch.decode else "prefill",
             launch.num_steps,
             launch.batch_size,
             launch.context_tokens,
             launch.queue_depth,
-            None if before_s is None else now_s - before_s,
+            round_s,
             launch.new_tokens,
             launch.host_s,
             sum(correct) / len(correct) if correct else None,
@@ -219,11 +340,14 @@ class Driver:
         if self.governor is not None and launch.asked is not None:
             asked = self.governor.tiers.tiers[launch.asked].name
         return {
+            "time": time.time(),
+            "decision_us": None if launch.decide_s is None else round(launch.decide_s * 1e6, 1),
             "batch_size": launch.batch_size,
             "context_tokens": launch.context_tokens,
             "queue_depth": launch.queue_depth,
             "kv_use": launch.kv_use,
             "asked": asked,
+            "forced": launch.forced,
             "num_steps": launch.num_steps,
             "keeps_warm": launch.keeps_warm,
             "requests": [request.rid for request in batch.reqs],
@@ -234,11 +358,15 @@ class Driver:
     def _failed(self) -> None:
         """Go back to the static steps for this round; say why, once."""
         self.fallbacks += 1
-        if self.params is not None:
-            self.params.next_steps = self.params.static_steps
-            self._draft_extend.restore()
+        self._go_static()
         if self.fallbacks == 1:
             logger.exception(
                 "specgovernor: an error in the governor; such rounds run at the static steps, and "
                 "further errors are only counted"
             )
+
+    def _go_static(self) -> None:
+        """Let rounds run as the server was started, until a decision says otherwise."""
+        if self.params is not None:
+            self.params.next_steps = self.params.static_steps
+            self._draft_extend.restore()

@@ -1,28 +1,14 @@
 """The decision path: what the scheduler holds -> observation -> policy -> tier.
 
-One object a scheduler process. It holds plain Python lists, because a NumPy call on a short array
-costs more than the arithmetic in it. All it is told are counts that are equal on all
-tensor-parallel ranks, and it reads no clock and draws no random number: every rank decides alike.
-What is remembered, and when, is as in ``env/server_loop.py``.
+One object a scheduler process. All it is told are counts that are equal on all tensor-parallel
+ranks, and it reads no clock and draws no random number: every rank decides alike. What is
+remembered, and when, is as in ``env/server_loop.py``.
 """
 
 from collections.abc import Sequence
 
-from controller.acceptance import NUM_COUNTS
 from controller.checkpoint import Checkpoint
-from controller.features import (
-    SCRATCH_SIZE,
-    digest_evidence,
-    fill_digested,
-    observation_size,
-)
-from controller.memory import (
-    NUM_MEMORY,
-    record_join,
-    record_launch,
-    record_result,
-    reset_memory,
-)
+from controller.decision import ListDecision, make_decision
 from controller.tiers import MAX_NUM_STEPS
 from engine_hooks.tiers import RunnableTiers, costed_tiers, runnable
 
@@ -33,12 +19,13 @@ class Governor:
     Attributes:
         tiers: What the policy's logits stand for in this server.
         static_tier: The tier that the server was started with.
+        compiled: Whether decisions run as machine code; all ranks of a server must agree in it.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, max_running_requests: int, initial_steps: int
     ) -> None:
-        """Prepare the lists.
+        """Prepare the memory; compiles the decision path if Numba is installed.
 
         Args:
             checkpoint: The policy and the calibration that it sees costs of.
@@ -47,34 +34,27 @@ class Governor:
         """
         self.tiers: RunnableTiers = runnable(checkpoint.tiers, checkpoint.calibration)
         self.static_tier = self.tiers.index_of(initial_steps, True)
-        num_tiers = len(self.tiers.num_steps)
         costed = costed_tiers(checkpoint.tiers, self.tiers.tiers, checkpoint.calibration)
         table = checkpoint.calibration.table(costed, max_running_requests)
-        self._policy = checkpoint.policy
+        self.decision = make_decision(
+            checkpoint.policy,
+            self.tiers.num_steps,
+            table.base_s.T,
+            table.context_s_per_token,
+            max_running_requests,
+            self.static_tier,
+        )
+        self.compiled = not isinstance(self.decision, ListDecision)
+        self._num_tiers = len(self.tiers.num_steps)
         self._max_running_requests = max_running_requests
         self._base_s: list[list[float]] = table.base_s.T.tolist()
         self._context_s: list[float] = table.context_s_per_token.tolist()
-        self._num_steps = list(self.tiers.num_steps)
-        self._observation = [0.0] * observation_size(num_tiers)
-        self._digest = [0.0] * SCRATCH_SIZE
-        self._memory = [0.0] * NUM_MEMORY
-        self._tries = [0.0] * NUM_COUNTS
-        self._successes = [0.0] * NUM_COUNTS
-        self._recent = [1.0] * num_tiers
-        self._ages = [0.0] * num_tiers
-        reset_memory(
-            self._memory,
-            self._tries,
-            self._successes,
-            self._recent,
-            self._ages,
-            self.static_tier,
-        )
-        self._digest_evidence()
 
-    def _digest_evidence(self) -> None:
-        """Prepare what decisions need of the results, so that no launch waits for it."""
-        digest_evidence(self._digest, self._tries, self._successes, self._recent, self._num_steps)
+    def policy_tier(
+        self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float
+    ) -> int:
+        """Ask the policy; the arguments are those of :meth:`decide`."""
+        return self.decision.choose(batch_size, queue_depth, context_tokens, kv_use)
 
     def decide(self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float) -> int:
         """Return the tier of the decode round that is about to be launched.
@@ -88,30 +68,24 @@ class Governor:
         Raises:
             ValueError: If the policy gives anything but one of the tiers.
         """
-        base_s = self._base_s[min(batch_size, self._max_running_requests)]
-        step_s = [b + c * context_tokens for b, c in zip(base_s, self._context_s, strict=True)]
-        fill_digested(
-            self._observation,
-            batch_size,
-            queue_depth,
-            context_tokens,
-            kv_use,
-            self._max_running_requests,
-            self._memory,
-            self._ages,
-            self._num_steps,
-            step_s,
-            self._digest,
-        )
-        tier = self._policy.choose(self._observation)
-        if not 0 <= tier < len(self._num_steps):
-            raise ValueError(f"expected a tier from 0 to {len(self._num_steps) - 1}, got {tier}")
+        tier = self.policy_tier(batch_size, queue_depth, context_tokens, kv_use)
+        if not 0 <= tier < self._num_tiers:
+            raise ValueError(f"expected a tier from 0 to {self._num_tiers - 1}, got {tier}")
         return tier
+
+    def predicted_s(self, batch_size: int, context_tokens: int) -> list[float]:
+        """Return the calibrated seconds of a round, ``(K,)``."""
+        base_s = self._base_s[min(batch_size, self._max_running_requests)]
+        return [b + c * context_tokens for b, c in zip(base_s, self._context_s, strict=True)]
+
+    def accept_len(self, tier: int) -> tuple[float, float]:
+        """Return a tier's estimated accept length (medium scale) and that of its last rounds."""
+        estimated = self.decision.accept_len[MAX_NUM_STEPS + 1 + self.tiers.num_steps[tier]]
+        return float(estimated), float(self.decision.recent_accept_len[tier])
 
     def joined(self, num_joined: int, batch_size: int) -> None:
         """Note that requests were prefilled into what is now a batch of ``batch_size``."""
-        record_join(self._memory, self._tries, self._successes, num_joined, batch_size)
-        self._digest_evidence()
+        self.decision.joined(num_joined, batch_size)
 
     def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
         """Note the round that runs now.
@@ -119,7 +93,7 @@ class Governor:
         Returns:
             Whether it drafts on a stale draft state; :meth:`result` needs it.
         """
-        return record_launch(self._memory, self._ages, tier, num_steps, keeps_warm)
+        return self.decision.launched(tier, num_steps, keeps_warm)
 
     def result(
         self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]
@@ -134,9 +108,4 @@ class Governor:
         """
         if num_steps > MAX_NUM_STEPS:
             return  # Deeper than anything the policy could have asked for: shadow mode only.
-        counts = bytes(num_correct)  # Counting bytes is many times faster than a loop.
-        histogram = [counts.count(value) for value in range(MAX_NUM_STEPS + 1)]
-        record_result(
-            self._tries, self._successes, self._recent, tier, num_steps, cold_start, histogram
-        )
-        self._digest_evidence()
+        self.decision.result(tier, num_steps, cold_start, bytes(num_correct))

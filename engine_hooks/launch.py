@@ -36,6 +36,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         action="store_true",
         help="refuse to start if the policy or SGLang does not fit, instead of running static",
     )
+    parser.add_argument(
+        "--governor-guard",
+        choices=("on", "off"),
+        default="on",
+        help="on (default): overrule the policy where another tier measures better",
+    )
     parser.add_argument("--governor-trace", metavar="FILE", help="record a step trace")
     parser.add_argument("--governor-decisions", metavar="FILE", help="log every decision")
     ours, theirs = parser.parse_known_args(arguments)
@@ -45,6 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         settings.POLICY: ours.policy,
         settings.MODE: ours.governor,
         settings.STRICT: "1" if ours.governor_strict else "",
+        settings.GUARD: "0" if ours.governor_guard == "off" else "",
         settings.TRACE: ours.governor_trace or "",
         settings.DECISIONS: ours.governor_decisions or "",
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from controller.errors import ConfigError, SpecGovernorError
 from engine_hooks import symbols
-from engine_hooks.settings import ON, Settings
+from engine_hooks.settings import Settings
 from engine_hooks.verify import refusal_line
 
 logger = logging.getLogger("engine_hooks")
@@ -57,10 +57,10 @@ def install(settings: Settings) -> None:
     verified: dict[str, Any] = {
         symbols.RUN_BATCH: driver.run_batch,
         symbols.PROCESS_RESULT: driver.process_batch_result,
+        symbols.ON_IDLE: driver.on_idle,
     }
-    if settings.trace is not None:
-        verified[symbols.ON_IDLE] = driver.on_idle
-    if settings.mode == ON:
+    if settings.policy is not None:
+        verified[symbols.SET_STATE] = driver.set_internal_state
         verified[symbols.PARAMS] = GovernedParams
     attachment = Attachment(settings, driver, verified)
     around = {

@@ -37,11 +37,11 @@ class ServerSetup:
         """Set the flags, let SGLang resolve them, and check what has become of them.
 
         Raises:
-            ConfigError: If adaptive speculation cannot run on a server that speculates, or the
-                policy cannot be loaded and the operator said strict.
+            ConfigError: If the mode is on and adaptive speculation cannot run on a server that
+                speculates, or the policy cannot be loaded and the operator said strict.
         """
         governed = (
-            self._settings.mode == ON
+            self._settings.policy is not None
             and not symbols.is_resolved(server_args)
             and self._ask(server_args)
         )
@@ -49,12 +49,18 @@ class ServerSetup:
         returned = original(server_args, *args, **kwargs)
         if governed:
             reason = symbols.unsupported_reason(server_args)
-            if reason is not None:
+            if reason is not None and self._settings.mode == ON:
                 raise ConfigError(
                     f"specgovernor: SGLang cannot change the draft steps of this server: {reason}; "
                     f"change that, or set {MODE}=off"
                 )
-            if asked_max is None:
+            if reason is not None:
+                logger.warning(
+                    "specgovernor: this server cannot be switched on later, since SGLang cannot "
+                    "change its draft steps: %s",
+                    reason,
+                )
+            elif asked_max is None:
                 logger.warning(
                     "specgovernor: with speculation SGLang runs at most %d requests at a time "
                     "unless --max-running-requests says otherwise, also while the governor is off "

@@ -4,9 +4,13 @@
 ``SPECGOVERNOR_POLICY``    checkpoint directory; without it nothing is governed
 ``SPECGOVERNOR_MODE``      ``on`` (default), ``shadow``: decide and log, change nothing, or ``off``
 ``SPECGOVERNOR_STRICT``    ``1``: refuse to start a server that cannot be governed
+``SPECGOVERNOR_GUARD``     ``0``: let the policy decide even where another tier measures better
 ``SPECGOVERNOR_TRACE``     file for the step trace, ``.jsonl`` or ``.jsonl.gz``
 ``SPECGOVERNOR_DECISIONS`` file for one JSON line a decode round: what was seen, asked for and run
 =========================  =====================================================================
+
+The mode can be changed on a running server (``engine_hooks/mode.py``); a server with a policy is
+prepared for ``on`` in every mode.
 """
 
 import os
@@ -19,6 +23,7 @@ from controller.errors import ConfigError
 POLICY = "SPECGOVERNOR_POLICY"
 MODE = "SPECGOVERNOR_MODE"
 STRICT = "SPECGOVERNOR_STRICT"
+GUARD = "SPECGOVERNOR_GUARD"
 TRACE = "SPECGOVERNOR_TRACE"
 DECISIONS = "SPECGOVERNOR_DECISIONS"
 
@@ -27,7 +32,7 @@ SHADOW = "shadow"
 OFF = "off"
 MODES = (OFF, SHADOW, ON)
 
-_FLAGS = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+_FLAGS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Settings:
 
     Attributes:
         policy: Checkpoint directory, or None.
-        mode: ``"off"``, ``"shadow"`` or ``"on"``; ``"off"`` without a policy.
+        mode: ``"off"``, ``"shadow"`` or ``"on"`` at the start; ``"off"`` without a policy.
         strict: Whether a server that cannot be governed must not start.
+        guard: Whether what is measured may overrule the policy.
         trace: File of the step trace, or None.
         decisions: File of the decision log, or None.
     """
@@ -45,18 +51,14 @@ class Settings:
     policy: Path | None = None
     mode: str = OFF
     strict: bool = False
+    guard: bool = True
     trace: Path | None = None
     decisions: Path | None = None
 
     @property
-    def governs(self) -> bool:
-        """Whether decisions are made at all."""
-        return self.mode != OFF
-
-    @property
     def idle(self) -> bool:
         """Whether there is nothing to do in a server."""
-        return not self.governs and self.trace is None
+        return self.policy is None and self.trace is None
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] | None = None) -> "Settings":
@@ -70,16 +72,21 @@ class Settings:
         mode = env.get(MODE, "").strip().lower() or ON
         if mode not in MODES:
             raise ConfigError(f"{MODE}: expected {', '.join(MODES)}, got {mode!r:.40}")
-        strict = _FLAGS.get(env.get(STRICT, "").strip().lower())
-        if strict is None:
-            raise ConfigError(f"{STRICT}: expected 0 or 1, got {env[STRICT]!r:.40}")
         return Settings(
             policy=policy,
             mode=mode if policy is not None else OFF,
-            strict=strict,
+            strict=_flag(env, STRICT, False),
+            guard=_flag(env, GUARD, True),
             trace=_path(env.get(TRACE, "")),
             decisions=_path(env.get(DECISIONS, "")),
         )
+
+
+def _flag(environment: Mapping[str, str], name: str, unset: bool) -> bool:
+    text = environment.get(name, "").strip().lower()
+    if text not in ("", *_FLAGS):
+        raise ConfigError(f"{name}: expected 0 or 1, got {environment[name]!r:.40}")
+    return _FLAGS[text] if text else unset
 
 
 def _path(text: str) -> Path | None:

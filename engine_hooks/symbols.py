@@ -25,6 +25,8 @@ INIT = f"{SCHEDULER}.__init__"
 RUN_BATCH = f"{SCHEDULER}.run_batch"
 PROCESS_RESULT = f"{SCHEDULER}.process_batch_result"
 ON_IDLE = f"{SCHEDULER}.on_idle"
+SET_STATE = f"{SCHEDULER}.set_internal_state"
+"""What a request to ``/set_internal_state`` ends in, on every rank before the same round."""
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 """Logger that prints a line at every switch; its lines begin with :data:`SWITCH_MESSAGE`."""
@@ -82,6 +84,9 @@ SYMBOLS = (
     Symbol(RUN_BATCH, ("self", "batch")),
     Symbol(PROCESS_RESULT, ("self", "batch", "result")),
     Symbol(ON_IDLE, ("self",)),
+    Symbol(SET_STATE, ("self", "recv_req")),
+    Symbol("sglang.srt.managers.io_struct.SetInternalStateReq.server_args"),
+    Symbol("sglang.srt.managers.io_struct.SetInternalStateReqOutput.updated"),
     Symbol(f"{SCHEDULER}.waiting_queue"),
     Symbol(f"{SCHEDULER}.max_running_requests"),
     Symbol(f"{SCHEDULER}.max_total_num_tokens"),
@@ -92,6 +97,7 @@ SYMBOLS = (
     Symbol(f"{SCHEDULER}.tp_cpu_group"),
     Symbol(f"{SCHEDULER}.enable_overlap"),
     Symbol(f"{SCHEDULER}.server_args"),
+    Symbol(f"{SCHEDULER}.metrics_reporter"),
     Symbol(f"{_BATCH}.reqs"),
     Symbol(f"{_BATCH}.seq_lens_cpu"),
     Symbol(f"{_BATCH}.seq_lens_sum"),
@@ -109,6 +115,10 @@ SYMBOLS = (
     # Configuration is resolved on construction through 0.5.17, and later on when it is launched.
     Symbol(f"{SERVER_ARGS}.resolve_once|{SERVER_ARGS}.__post_init__", ("self",)),
 )
+
+
+MODE_KEY = "specgovernor_mode"
+"""Key of the governor's own setting in such a request; SGLang takes numbers only."""
 
 
 def installed_version() -> str:
@@ -211,6 +221,48 @@ def prefilled_requests(batch: Any) -> list[Any]:
     if not decoding:
         return list(batch.reqs)
     return [request for request in batch.reqs if request not in decoding]
+
+
+def requested_mode(request: Any) -> float | None:
+    """Return the number that a request to change settings gives the governor's mode, if it does.
+
+    Raises:
+        ValueError: If it changes other settings as well: one of them might be refused.
+    """
+    settings: dict[str, float] = request.server_args
+    if MODE_KEY not in settings:
+        return None
+    if len(settings) > 1:
+        raise ValueError(f"expected {MODE_KEY} alone, got {', '.join(settings)}; send two requests")
+    return settings[MODE_KEY]
+
+
+def settings_reply(updated: bool) -> Any:
+    """Return SGLang's answer to a request to change settings."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    return SetInternalStateReqOutput(updated=updated)
+
+
+def metrics_labels(scheduler: Any) -> dict[str, Any] | None:
+    """Return the labels of a scheduler's metrics, or None if it exports none."""
+    reporter = scheduler.metrics_reporter
+    if not getattr(reporter, "current_scheduler_metrics_enabled", False):
+        return None
+    labels: dict[str, Any] | None = getattr(reporter.metrics_collector, "labels", None)
+    return None if labels is None else dict(labels)
+
+
+def from_first_rank(values: tuple[int, ...], group: Any) -> tuple[int, ...]:
+    """Return the first rank's values; every rank of the group calls it with as many integers."""
+    import torch
+    import torch.distributed as distributed
+
+    if distributed.get_world_size(group) == 1:
+        return values
+    shared = torch.tensor(values, dtype=torch.int64)
+    distributed.broadcast(shared, distributed.get_global_rank(group, 0), group=group)
+    return tuple(shared.tolist())
 
 
 def candidate_steps_of(config: str | None) -> list[int]:

@@ -62,11 +62,18 @@ def rank() -> int:
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
+def first_of(group: Any) -> bool:
+    """Tell whether this process is the first of a group."""
+    import torch.distributed as distributed
+
+    return distributed.get_rank(group) == 0
+
+
 def start_line(
     sglang_version: str, mode: str, num_hooks: int, checkpoint: Checkpoint, candidates: list[int]
 ) -> str:
     """Return the line that says that all is well."""
-    verb = "governs" if mode == "on" else "shadows"
+    verb = {"on": "governs", "shadow": "shadows", "off": "is off, and can be switched on, in"}[mode]
     return (
         f"specgovernor {__version__} {verb} SGLang {sglang_version}: {num_hooks} hooks verified, "
         f"policy {checkpoint.directory.name} sha256 {checkpoint.sha256[:12]}, tiers "

@@ -10,6 +10,7 @@ import pytest
 
 from controller.calibration import Calibration
 from controller.checkpoint import Checkpoint
+from controller.decision import ListDecision
 from controller.features import NUM_GLOBAL, NUM_PER_TIER
 from controller.memory import JOINED
 from controller.policy import NumpyPolicy, parameter_shapes
@@ -92,6 +93,13 @@ def keep(scheduler, batch, result):
     return "returned"
 
 
+def governor_on_lists():
+    """Return a governor that compiles nothing; tests/test_decision.py compares the two forms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine_hooks.governor.make_decision", ListDecision)
+        return Governor(stand_in_checkpoint(), 16, 3)
+
+
 @pytest.fixture(autouse=True)
 def clean_flag(monkeypatch):
     monkeypatch.delenv(SKIP_DRAFT_EXTEND, raising=False)
@@ -108,8 +116,9 @@ def params(monkeypatch):
 @pytest.fixture
 def driver(params):
     made = Driver()
-    made.governor = Governor(stand_in_checkpoint(), 16, 3)
+    made.governor = governor_on_lists()
     made.params = params
+    made.mode = "on"
     return made
 
 
@@ -117,13 +126,13 @@ def script(driver, tiers):
     """Have the policy choose these tiers, one after the other."""
     rest = iter(tiers)
 
-    def choose(observation):
+    def choose(*seen):
         tier = next(rest)
         if isinstance(tier, Exception):
             raise tier
         return tier
 
-    driver.governor._policy = SimpleNamespace(choose=choose)
+    driver.governor.policy_tier = choose
 
 
 def play(driver, params, rounds, overlap=False):
@@ -222,7 +231,7 @@ def test_requests_join_when_they_first_decode(driver, params):
 
     def decode(*requests):
         driver.run_batch(worker.run, here, batch("decode", list(requests)))
-        return driver.governor._memory[JOINED]
+        return driver.governor.decision._memory[JOINED]
 
     driver.run_batch(worker.run, here, batch("extend", [a, b]))
     assert decode(a, b) == 2
@@ -255,8 +264,9 @@ def test_two_ranks_decide_alike_whatever_their_timing(monkeypatch, params):
     for rank in range(2):
         generator = random.Random(3)
         made = Driver()
-        made.governor = Governor(stand_in_checkpoint(), 16, 3)
+        made.governor = governor_on_lists()
         made.params = GovernedParams(3, None)
+        made.mode = "on"
         worker, here = Worker(made.params), scheduler()
         clock = iter(range(10**6)) if rank else None
         if clock is not None:

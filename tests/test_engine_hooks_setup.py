@@ -58,13 +58,20 @@ def test_settings_are_read(tmp_path):
             "SPECGOVERNOR_DECISIONS": "log.jsonl",
         }
     )
-    assert found == Settings(tmp_path, "shadow", True, None, Path("log.jsonl").absolute())
-    assert found.governs
+    assert found == Settings(
+        tmp_path, "shadow", strict=True, guard=True, decisions=Path("log.jsonl").absolute()
+    )
+    assert not Settings.from_environment({"SPECGOVERNOR_GUARD": "no"}).guard
     assert Settings.from_environment({"SPECGOVERNOR_POLICY": "p"}).mode == "on"
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("SPECGOVERNOR_MODE", "yes"), ("SPECGOVERNOR_STRICT", "maybe")]
+    ("name", "value"),
+    [
+        ("SPECGOVERNOR_MODE", "yes"),
+        ("SPECGOVERNOR_STRICT", "maybe"),
+        ("SPECGOVERNOR_GUARD", "2"),
+    ],
 )
 def test_a_setting_that_is_none_is_refused(name, value):
     with pytest.raises(ConfigError, match=name):
@@ -89,7 +96,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(symbols, "check_symbols", list)
     monkeypatch.setattr(symbols, "installed_version", lambda: "0.5.23")
     monkeypatch.setattr(symbols, "resolution_target", lambda: f"{symbols.SERVER_ARGS}.resolve_once")
-    for name in ("POLICY", "MODE", "STRICT", "TRACE", "DECISIONS"):
+    for name in ("POLICY", "MODE", "STRICT", "GUARD", "TRACE", "DECISIONS"):
         monkeypatch.delenv(f"SPECGOVERNOR_{name}", raising=False)
     return hooks
 
@@ -99,17 +106,18 @@ def test_nothing_is_registered_without_a_policy(registered):
     assert registered == {}
 
 
+GOVERNED = (
+    "AdaptiveSpeculativeParams __init__ on_idle process_batch_result resolve_once run_batch "
+    "set_internal_state"
+)
+
+
 @pytest.mark.parametrize(
     ("env", "names"),
     [
-        (
-            {"SPECGOVERNOR_POLICY": "p"},
-            "AdaptiveSpeculativeParams __init__ process_batch_result resolve_once run_batch",
-        ),
-        (
-            {"SPECGOVERNOR_POLICY": "p", "SPECGOVERNOR_MODE": "shadow"},
-            "__init__ process_batch_result resolve_once run_batch",
-        ),
+        ({"SPECGOVERNOR_POLICY": "p"}, GOVERNED),
+        # It can be switched on later.
+        ({"SPECGOVERNOR_POLICY": "p", "SPECGOVERNOR_MODE": "off"}, GOVERNED),
         (
             {"SPECGOVERNOR_TRACE": "t"},
             "__init__ on_idle process_batch_result resolve_once run_batch",
@@ -169,10 +177,14 @@ def test_the_candidate_steps_are_the_policys_and_the_servers_own(checkpoint):
 
 
 @pytest.mark.parametrize("mode", ["shadow", "off"])
-def test_other_modes_set_nothing(checkpoint, mode):
+def test_other_modes_prepare_for_on(checkpoint, monkeypatch, caplog, mode):
     args = server_args()
     ServerSetup(Settings(checkpoint, mode)).resolve(lambda given: None, args)
-    assert args == server_args()
+    assert args.speculative_adaptive
+    monkeypatch.setattr(symbols, "unsupported_reason", lambda server_args: "enable_pdmux=True")
+    ServerSetup(Settings(checkpoint, mode)).resolve(lambda given: None, server_args())
+    assert "cannot be switched on later" in caplog.text
+    assert "enable_pdmux=True" in caplog.text
 
 
 def test_a_child_process_has_its_settings_already(checkpoint):
@@ -259,12 +271,14 @@ def test_a_hook_is_found_under_others_and_missed_where_it_is_not(monkeypatch):
 
 def test_the_command_line_is_split():
     ours, theirs = launch.parse(
-        "--policy p --governor shadow --governor-strict -- --model-path m --port 1".split()
+        "--policy p --governor shadow --governor-strict --governor-guard off "
+        "-- --model-path m --port 1".split()
     )
     assert ours == {
         "SPECGOVERNOR_POLICY": "p",
         "SPECGOVERNOR_MODE": "shadow",
         "SPECGOVERNOR_STRICT": "1",
+        "SPECGOVERNOR_GUARD": "0",
     }
     assert theirs == ["--model-path", "m", "--port", "1"]
     ours, theirs = launch.parse(["--model-path", "m", "--policy", "p", "--tp-size=2"])

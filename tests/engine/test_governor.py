@@ -24,16 +24,32 @@ pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATION = ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json"
+SHIPPED = ROOT / "checkpoints/h200-llama3-8b-eagle3-fa3"
 ALL_KINDS = "cold,warm,1,2,3,5,7"
 
 RANDOM_TIERS = """
 import random
 
 def register():
-    from controller.policy import NumpyPolicy
+    from engine_hooks.governor import Governor
 
     generator = random.Random(11)  # the same on every rank
-    NumpyPolicy.choose = lambda self, seen: generator.randrange(self.num_tiers(len(seen)))
+    Governor.policy_tier = lambda self, *seen: generator.randrange(len(self.tiers.tiers))
+"""
+
+# The tier that a file names.
+TIER_OF_FILE = """
+import os, pathlib
+
+def register():
+    from engine_hooks.governor import Governor
+
+    file = pathlib.Path(os.environ["TIER_FILE"])
+
+    def policy_tier(self, *seen):
+        return [tier.name for tier in self.tiers.tiers].index(file.read_text())
+
+    Governor.policy_tier = policy_tier
 """
 
 
@@ -55,12 +71,16 @@ def make_checkpoint(folder, tiers):
 
 
 def governed(tmp_path, tiers, **more):
-    """Return the environment of an engine under a policy with these tiers, and its log's path."""
+    """Return the environment of an engine under a policy with these tiers, and its log's path.
+
+    Without the guard, which would overrule such a policy, unless `more` says otherwise.
+    """
     checkpoint = make_checkpoint(tmp_path / "checkpoint", tiers)
     decisions = tmp_path / "decisions.jsonl"
     return decisions, {
         "SPECGOVERNOR_POLICY": str(checkpoint),
         "SPECGOVERNOR_DECISIONS": str(decisions),
+        "SPECGOVERNOR_GUARD": "0",
         **more,
     }
 
@@ -135,10 +155,42 @@ def test_a_tier_drawn_anew_every_round_runs_as_asked_and_changes_no_token(tmp_pa
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert {row["asked"] for row in rounds} == set(ALL_KINDS.split(","))
     check_accounts(rounds, played[2])
-    assert "governs SGLang 0.5.23: 3 hooks verified, policy checkpoint sha256 " in log
+    assert "governs SGLang 0.5.23: 5 hooks verified, policy checkpoint sha256 " in log
     assert "candidate steps [0, 1, 2, 3, 5, 7]" in log
     assert "an error in the governor" not in log
     assert "Switch adaptive runtime state" not in log
+
+
+def test_every_fixed_tier_changes_no_token(tmp_path, plain):
+    decisions, env = governed(tmp_path, ALL_KINDS)
+    file = tmp_path / "tier"
+    plugin = write_plugin(tmp_path / "plugin", TIER_OF_FILE)
+    with start_engine(env={**env, "TIER_FILE": str(file)}, plugins=[plugin]) as engine:
+        known = 0
+        for tier in ALL_KINDS.split(","):
+            file.write_text(tier)
+            played = play(engine)
+            check_same_tokens(played, plain)
+            rounds = read_rounds(decisions)[known:]
+            known += len(rounds)
+            assert {str(ran(row)) for row in rounds} == {tier}
+            check_accounts(rounds, played[2])
+
+
+def test_the_shipped_policy_decides_and_changes_no_token(tmp_path, plain):
+    decisions = tmp_path / "decisions.jsonl"
+    env = {"SPECGOVERNOR_POLICY": str(SHIPPED), "SPECGOVERNOR_DECISIONS": str(decisions)}
+    with start_engine(env=env, disable_radix_cache=False) as engine:
+        played = play(engine)
+        log = engine.log()
+        rounds = read_rounds(decisions)
+    check_same_tokens(played, plain)
+    assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
+    assert len({row["asked"] for row in rounds}) > 1
+    check_accounts(rounds, played[2])
+    assert f"policy {SHIPPED.name} sha256 " in log
+    assert "an error in the governor" not in log
+    assert "Numba" not in log
 
 
 def test_a_policy_decides_and_is_traced_with_the_prefix_cache_on(tmp_path, plain):
@@ -177,8 +229,9 @@ def test_shadow_decides_and_changes_nothing(tmp_path, plain):
     assert {row["num_steps"] for row in rounds} == {3}
     assert len({row["asked"] for row in rounds}) == 6
     check_accounts(rounds, played[2])
-    assert not arguments["speculative_adaptive"]
-    assert "shadows SGLang 0.5.23: 2 hooks verified" in log
+    # It could be switched on.
+    assert arguments["speculative_adaptive"]
+    assert "shadows SGLang 0.5.23: 5 hooks verified" in log
 
 
 def test_without_a_policy_the_plugin_does_nothing():

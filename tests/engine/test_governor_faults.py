@@ -1,7 +1,7 @@
 """Whatever is wrong with the governor, the server serves on, at its static steps, and says so."""
 
 import pytest
-from harness import EngineFailed, start_engine, start_server, write_plugin
+from harness import EngineFailed, start_engine, write_plugin
 from test_governor import governed, prompts, read_rounds
 
 pytestmark = pytest.mark.timeout(400)
@@ -11,11 +11,11 @@ NUM_TOKENS = 120
 # Some good decisions, then errors, then numbers that are none, then good decisions again.
 BROKEN_POLICY = """
 def register():
-    from controller.policy import NumpyPolicy
+    from engine_hooks.governor import Governor
 
     calls = 0
 
-    def choose(self, seen):
+    def policy_tier(self, *seen):
         nonlocal calls
         calls += 1
         if 5 < calls <= 10:
@@ -24,7 +24,7 @@ def register():
             return float("nan")
         return 1
 
-    NumpyPolicy.choose = choose
+    Governor.policy_tier = policy_tier
 """
 
 RENAMED_SYMBOL = """
@@ -110,14 +110,3 @@ def test_what_sglang_would_only_warn_about_is_an_error(tmp_path):
     with pytest.raises(EngineFailed, match="only topk=1 is supported"):
         with start_engine(env=env, speculative_eagle_topk=2, speculative_num_draft_tokens=4):
             pass
-
-
-def test_launch_starts_a_governed_server(tmp_path, expected):
-    _, env = governed(tmp_path, "cold,1,3")
-    command = ("-m", "engine_hooks.launch", "--policy", env["SPECGOVERNOR_POLICY"], "--")
-    with start_server(command, max_running_requests=None, enable_metrics=True) as server:
-        assert server.generate(prompts(3)[0], NUM_TOKENS).token_ids == expected[0]
-        log = server.log()
-        assert "sglang:" in server.get("/metrics")
-    assert "governs SGLang 0.5.23" in log
-    assert "SGLang runs at most 48 requests at a time unless --max-running-requests" in log
