@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from harness import start_engine, write_plugin
-from test_governor import governed, play, ran, read_rounds
+from test_governor import governed, play, prompts, ran, read_rounds
 
 from controller.checkpoint import load_checkpoint
 
@@ -42,6 +42,8 @@ def test_a_trace_calibrates_trains_and_the_policy_drives_the_engine(tmp_path):
     plugin = write_plugin(tmp_path / "plugin", STRETCHES)
     with start_engine(env=env, plugins=[plugin]) as engine:
         played = play(engine)
+        for size in (1, 4, 8):
+            engine.generate(prompts(size), 500)
         read_rounds(tmp_path / "decisions.jsonl")  # waits for the writer
 
     assert "5" in command("training.calibrate", trace, "-o", calibration)

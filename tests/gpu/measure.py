@@ -225,13 +225,12 @@ async def governor_metrics(server):
     """Return the governor's samples on /metrics."""
     async with session() as http:
         text = await get(http, server, "/metrics")
-    return {
-        f"{name}{tier or ''}": float(value)
-        for name, tier, value in re.findall(
-            r'^sglang:(governor_\w+){[^}]*?(tier="\w+")?[^}]*} (\S+)$', text, re.M
-        )
-        if not name.endswith(("_bucket", "_created"))
-    }
+    found = {}
+    for name, labels, value in re.findall(r"^sglang:(governor_\w+){(.*)} (\S+)$", text, re.M):
+        tier = re.search(r'tier="(\w+)"', labels)
+        if not name.endswith(("_bucket", "_created")):
+            found[name if tier is None else f"{name} {tier[1]}"] = float(value)
+    return found
 
 
 def under_load(plan, control, server, decisions):
