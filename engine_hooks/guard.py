@@ -61,7 +61,7 @@ class _Window:
         self.predicted_s = [0.0] * num_tiers
         """``(K,)`` what the rounds would have taken by the calibration, tier by tier."""
         # The same, of rounds whose tier the policy chose.
-        self.chosen_rounds = 0
+        self.chosen_rounds = [0] * num_tiers
         self.chosen_tokens = 0
         self.chosen_s = 0.0
 
@@ -124,6 +124,8 @@ class Guard:
         self._round = 0
         self._order = NOTHING
         self._until_round = 0
+        self._overruled = static_tier
+        """The tier that the policy mostly chose before it was overruled."""
 
     @property
     def active(self) -> bool:
@@ -195,7 +197,7 @@ class Guard:
         for k, value in enumerate(predicted_s):
             window.predicted_s[k] += value
         if chosen:
-            window.chosen_rounds += 1
+            window.chosen_rounds[tier] += 1
             window.chosen_tokens += tokens
             window.chosen_s += seconds
 
@@ -206,7 +208,7 @@ class Guard:
         if self.active:
             index = self._order[2]
         else:
-            index = max(self._buckets, key=lambda i: self._buckets[i].window.chosen_rounds)
+            index = max(self._buckets, key=lambda i: sum(self._buckets[i].window.chosen_rounds))
         bucket = self._buckets.get(index)
         order = NOTHING
         if bucket is not None and bucket.window.rows:
@@ -237,17 +239,14 @@ class Guard:
         return -tier, rate
 
     def _review(self, bucket: _Bucket) -> Order:
-        """Release a forced tier that has fallen behind another one."""
+        """Release a forced tier once the one that the policy liked would make as much."""
         kind, tier, _, _ = self._order
-        if kind != FORCE:
-            return NOTHING
-        best, rate = self._best_measured(bucket)
-        if self._rate(bucket, tier) >= (1.0 - TOLERANCE) * rate:
+        if kind != FORCE or self._rate(bucket, self._overruled) < self._rate(bucket, tier):
             return NOTHING
         logger.info(
-            "specgovernor: guard: the policy chooses again; tier %s would make more than the "
-            "forced %s now",
-            self._names[best],
+            "specgovernor: guard: the policy chooses again; tier %s, which it had chosen, would "
+            "make as much as the forced %s now",
+            self._names[self._overruled],
             self._names[tier],
         )
         return (RELEASE, 0, 0, 0)
@@ -255,7 +254,7 @@ class Guard:
     def _compare(self, index: int, bucket: _Bucket) -> Order:
         """Force a tier that the policy has left aside for long, or try one."""
         window = bucket.window
-        if window.chosen_rounds < MIN_MEASURED:
+        if sum(window.chosen_rounds) < MIN_MEASURED:
             return NOTHING
         made = window.chosen_tokens / window.chosen_s
         best, rate = self._best_measured(bucket)
@@ -265,6 +264,7 @@ class Guard:
             bucket.behind_rounds = 0
         if bucket.behind_rounds >= PATIENCE_ROUNDS:
             bucket.behind_rounds = 0
+            self._overruled = window.chosen_rounds.index(max(window.chosen_rounds))
             logger.warning(
                 "specgovernor: guard: at batch sizes %d to %d the policy made %.1f tokens/s for %d "
                 "rounds where tier %s makes %.1f by measured times: it is forced for %d rounds",
