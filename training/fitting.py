@@ -171,6 +171,13 @@ def _remark_on_points(
         "time is identified"
         for tier, value in assumed.items()
     ]
+    capped = [point for point in used if point.batch_size < point.concurrency]
+    if any(point.kind == "table" for point in capped):
+        most = max(point.batch_size for point in capped)
+        remarks.append(
+            f"rows of speculation with more than {most} requests are taken to run {most} at once; if "
+            "that server ran more, give --speculative-max-running-requests"
+        )
     for kind in KINDS:
         here = [point for point in used if point.kind == kind]
         tiers = sorted({point.tier for point in here}, key=tier_order)
@@ -189,8 +196,8 @@ def _remark_on_points(
             contexts = [point for point in mine if point.context_tokens is not None]
             if contexts and not has_context_levels(contexts):
                 remarks.append(
-                    f"tier {tier}: its {kind} has one context level a batch size, so no cost of "
-                    "context is fitted; round times hold at the contexts measured"
+                    f"tier {tier}: its {kind} has one context level a batch size, so the cost of "
+                    "context is the least that explains it; round times hold at those contexts"
                 )
 
 

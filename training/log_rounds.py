@@ -266,8 +266,10 @@ class _Reader:
             self._end_burst(line.scheduler)
             return
         gap_s = line.new_tokens / line.throughput
+        # Nothing waited: the gap holds idle time.
         together = (
             previous is not None
+            and previous.more
             and previous.time_s is not None
             and line.time_s is not None
             and line.time_s - previous.time_s <= BURST_GAP_S
