@@ -12,7 +12,7 @@ from controller.acceptance_profile import AcceptanceProfile
 from controller.calibration import Calibration, PrefillCost, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
-from controller.trace import TraceHeader
+from training.acceptance_sources import acceptance_of
 from training.fit import (
     MIN_ROWS,
     Surface,
@@ -22,7 +22,6 @@ from training.fit import (
     robust_std,
     tier_order,
 )
-from training.acceptance_sources import acceptance_of
 from training.points import Point, assumed_accept_len, fit_points, has_context_levels, regions_of
 from training.prefill import Burst, PrefillFit, bursts_by_kind, fit_prefill
 from training.samples import Samples, collect
@@ -127,8 +126,10 @@ def calibrate(
     costs |= added
     if not costs:
         raise CalibrationError(
-            "expected round times, got none: the sources hold only accept lengths or unusable lines "
-            f"({_unusable(sources) or 'nothing else'}); add a step trace, or a log with steady decode"
+            "expected round times, got none: the sources hold only accept lengths or unusable "
+            "lines "
+            f"({_unusable(sources) or 'nothing else'}); add a step trace, or a log with steady "
+            f"decode"
         )
     _remark_on_points(used, assumed, bool(sources.traces), remarks)
     if not sources.traces and any(log.bursts for log in sources.logs):
@@ -175,7 +176,8 @@ def _remark_on_points(
     if any(point.kind == "table" for point in capped):
         most = max(point.batch_size for point in capped)
         remarks.append(
-            f"rows of speculation with more than {most} requests are taken to run {most} at once; if "
+            f"rows of speculation with more than {most} requests are taken to run {most} at once; "
+            f"if "
             "that server ran more, give --speculative-max-running-requests"
         )
     for kind in KINDS:

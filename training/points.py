@@ -3,7 +3,8 @@
 A :class:`Point` is one figure of a log, a benchmark or a table: a round time at a batch size, with
 the context where the source says it. Points of one tier become one :class:`TierCost`:
 
-- With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`) if a batch size was
+- With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`) if a batch size
+was
   measured at contexts ``LEVEL_GAP`` apart. Otherwise the cost of context is not identified but
   bounded from below: a round with more requests takes no less time, so where a smaller batch of
   a longer context was slower, context must cost the difference. That least slope is used.

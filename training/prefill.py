@@ -4,8 +4,8 @@ Under the overlap schedule the time of one prefill row means nothing alone, so t
 consecutive prefill rows, whose times are summed. Its new tokens are the sum of the rows'
 ``new_tokens``; where a trace lacks these, and nothing was running before, they are the context of
 the first decode row after the burst (for a native round less one token a request, which that round
-has added). Where all batches are of about one size only their time is known: it is charged by token.
-A burst's time includes the engine's idle time before it, so the fit minimises absolute
+has added). Where all batches are of about one size only their time is known: it is charged by
+token. A burst's time includes the engine's idle time before it, so the fit minimises absolute
 relative errors, which a few late bursts do not move. The first bursts of a trace compile kernels
 and are left out.
 """
