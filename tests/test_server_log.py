@@ -359,7 +359,7 @@ def test_eras_of_the_public_logs() -> None:
 
 
 def test_the_mixed_log_is_refused() -> None:
-    with pytest.raises(CalibrationError, match="at best 6 of 29 lines.*depth changed"):
+    with pytest.raises(CalibrationError, match=r"at best 6 of 29 lines.*depth changed"):
         read_log(MIXED)
     with pytest.raises(CalibrationError, match="depth changed"):
         read_log(MIXED, 3)
