@@ -2,7 +2,8 @@
 
 import gzip
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from controller.errors import CalibrationError
 from controller.trace import read_trace
+from tests.synthetic_log import write_log
 from training.log_rounds import MAX_POINTS_PER_BATCH, LogSource, read_log
 from training.prefill import fit_prefill
 from training.server_log import (
@@ -206,74 +208,6 @@ def test_prefill_cost_of_the_native_h200_log() -> None:
     assert cost.base_s == 0.0 and cost.s_per_token == pytest.approx(23.6e-6, rel=0.05)
 
 
-def write_log(
-    path: Path,
-    runs: Sequence[tuple[int, float]],
-    *,
-    draft_tokens: int = 4,
-    era: str = "C",
-    lines: int = 4,
-    interval: int = 40,
-    prompt: int = 512,
-    seed: int = 1,
-) -> dict[int, float]:
-    """Write what a scheduler would log: a prefill, then ``lines`` decode lines, for every run.
-
-    Args:
-        path: File to write.
-        runs: Batch size and seconds a round.
-        draft_tokens: 1 for no speculation.
-        era: Of the accept rate.
-        lines: Decode lines a run.
-        interval: Rounds a line.
-        prompt: Tokens of a prompt.
-        seed: Of the accepted drafts.
-
-    Returns:
-        The seconds a round by batch size.
-    """
-    rng = np.random.default_rng(seed)
-    clock, tokens_since, tic = 1_000_000.0, 0, 1_000_000.0
-    out = []
-
-    def stamp() -> str:
-        whole = int(clock)
-        return f"[2026-11-{1 + whole // 86400 % 28:02}" + (
-            f" {whole // 3600 % 24:02}:{whole // 60 % 60:02}:{whole % 60:02}] "
-        )
-
-    for batch, step_s in runs:
-        clock += 0.4
-        out.append(
-            f"{stamp()}Prefill batch, #new-seq: {batch}, #new-token: {batch * prompt}, "
-            "#cached-token: 0, token usage: 0.00, #running-req: 0, #queue-req: 0, cuda graph: "
-            "False, input throughput (token/s): 1000.00"
-        )
-        context = batch * prompt
-        for _ in range(lines):
-            drafts = rng.binomial(draft_tokens - 1, 0.6, size=(interval, batch))
-            made = int(drafts.sum()) + interval * batch
-            clock += interval * step_s
-            context += made
-            tokens_since += made
-            length = made / interval / batch
-            rate = length / draft_tokens
-            if era == "C":
-                rate = (length - 1) / max(draft_tokens - 1, 1)
-            accept = f"accept len: {length:.2f}, " + (
-                f"accept rate: {rate:.2f}, " if era != "A" else ""
-            )
-            out.append(
-                f"{stamp()}Decode batch, #running-req: {batch}, #token: {context}, token usage: "
-                f"0.10, {accept if draft_tokens > 1 else ''}cuda graph: True, gen throughput "
-                f"(token/s): {tokens_since / (clock - tic):.2f}, #queue-req: 0"
-            )
-            tokens_since, tic = 0, clock
-            out.append(f'{stamp()}INFO:     client:1 - "GET /metrics HTTP/1.1" 200 OK')
-    path.write_text("\n".join(out) + "\n")
-    return dict(runs)
-
-
 @pytest.mark.parametrize("era", ["A", "B", "C"])
 @pytest.mark.parametrize("draft_tokens", [1, 2, 4, 8])
 def test_round_times_of_a_log_with_known_rounds(
@@ -453,6 +387,24 @@ def test_depths_that_contradict_the_log(tmp_path: Path) -> None:
 
 def test_no_decode_line_is_refused() -> None:
     refused(LOGS / "sglang_issue_2777_2025-01_eagle2_cachehit.log", 3, "got none in the log")
+
+
+def test_stalls_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "n.log"
+    write_log(path, [(4, 0.005)], draft_tokens=1, lines=12)
+    lines = path.read_text().splitlines()
+    slow = next(i for i, line in enumerate(lines) if "Decode" in line and i > 8)
+    lines[slow] = re.sub(r"s\): [\d.]+", "s): 150.00", lines[slow])
+    path.write_text("\n".join(lines))
+    log = read_log(path)
+    assert log.unusable == {"first after a prefill or a start": 1, "with a stall": 1}
+    assert len(log.points) == 10 and all(p.step_s < 0.006 for p in log.points)
+
+
+def test_capacity_of_the_kv_cache() -> None:
+    log = read_log(LOGS / "cpu_sglang0.5.23_eagle3_3-steps.log")
+    assert (log.kv_tokens, log.chunk_tokens) == (16384, 4096)
+    assert read_log(NATIVE).kv_tokens is None
 
 
 def test_a_cut_gzip_log_gives_what_came_before(tmp_path: Path) -> None:
