@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from controller.acceptance_profile import AcceptanceProfile, DepthAcceptance
 from controller.calibration import Calibration
 from controller.errors import CalibrationError
-from controller.trace import TraceRow
+from controller.trace import TraceRow, read_trace
 from training.acceptance_fit import (
     MAX_OBSERVATIONS,
     Observation,
@@ -30,6 +30,7 @@ from training.sources import Sources
 from training.tables import read_table
 
 ROOT = Path(__file__).parents[1]
+H200 = "h200_llama3-8b-shape_eagle3_fa3"
 
 
 # -- accept rates ----------------------------------------------------------------------------------
@@ -144,6 +145,11 @@ def test_acceptance_of_a_log_and_a_table() -> None:
         (7, 4.52),
     ]
     assert acceptance_of(Sources()) is None
+    told = acceptance_of(Sources(logs=(log,)), simulated=True)
+    assert told is not None and told.simulated
+    trace = read_trace(ROOT / f"training/data/traces/{H200}_zero-step-skips-draft-extend.jsonl.gz")
+    beside = acceptance_of(Sources(traces=(trace,), logs=(log,)))
+    assert beside is not None and beside.simulated and beside.source == "log"
 
 
 def test_measured_positions_count_as_they_are() -> None:

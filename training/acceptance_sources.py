@@ -10,12 +10,21 @@ from training.sources import Sources
 SIMULATED = "trace with simulated acceptance"
 
 
-def acceptance_of(sources: Sources) -> AcceptanceProfile | None:
+def acceptance_of(sources: Sources, simulated: bool = False) -> AcceptanceProfile | None:
     """Return what the sources say of acceptance, or None if they say nothing.
 
     For each depth the first kind of source that has it counts: traces of real acceptance, logs,
-    benchmarks, tables, and last traces of simulated acceptance.
+    benchmarks, tables, and last traces of simulated acceptance. A log does not say that its engine
+    simulated acceptance; beside a trace that does, it is taken to have.
+
+    Args:
+        sources: What was measured.
+        simulated: Whether acceptance is known to be simulated.
     """
+    beside = any(
+        trace.header.speculative and trace.header.acceptance == "simulated"
+        for trace in sources.traces
+    )
     found = {
         "trace": _of_traces(sources, "real"),
         "log": _fit((int(log.tier), log.series) for log in sources.logs if log.tier.isdecimal()),
@@ -36,7 +45,7 @@ def acceptance_of(sources: Sources) -> AcceptanceProfile | None:
     positions = [table.accept_by_position for table in sources.tables if "table" in used]
     return profile(
         "+".join(used),
-        used == [SIMULATED],
+        simulated or used == [SIMULATED] or (beside and "log" in used),
         list(chosen.values()),
         max(positions, key=len, default=()),
     )

@@ -28,7 +28,7 @@ from training.cli import (
 )
 from training.fit import MIN_ROWS
 from training.fitting import calibrate
-from training.log_rounds import ERAS
+from training.log_depth import ERAS
 from training.plot import check_plot, plot
 from training.report import print_report
 from training.sources import Sources, read_sources
@@ -110,6 +110,11 @@ def _parser() -> OneLineParser:
         metavar="[FILE=]N",
         help="draft steps of logs, benchmarks and table rows that do not say theirs, or off; may "
         f"be given for each file (table rows that say 'on': {DEFAULT_NUM_STEPS})",
+    )
+    told.add_argument(
+        "--simulated-acceptance",
+        action="store_true",
+        help="the engine simulated acceptance (SGLANG_SIMULATE_ACC_LEN), which no log says",
     )
     told.add_argument(
         "--accept-len",
@@ -212,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chunk_tokens=args.chunk_tokens,
             source=origin,
             acceptance=preset,
+            simulated_acceptance=args.simulated_acceptance,
             costs_only=args.costs_only,
         )
         print_report(fitted, Console())

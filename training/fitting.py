@@ -85,6 +85,7 @@ def calibrate(
     chunk_tokens: int | None = None,
     source: Mapping[str, Any] | None = None,
     acceptance: AcceptanceProfile | None = None,
+    simulated_acceptance: bool = False,
     costs_only: bool = False,
 ) -> Fitted:
     """Fit a calibration; traces decide the tiers they cover, other sources add the rest.
@@ -97,6 +98,7 @@ def calibrate(
         chunk_tokens: Most new tokens of a prefill batch; None likewise.
         source: Added to the calibration's origin.
         acceptance: Used instead of what the sources say.
+        simulated_acceptance: Whether the engine simulated acceptance where its log cannot say so.
         costs_only: Leave out the acceptance and the regions.
 
     Raises:
@@ -138,7 +140,7 @@ def calibrate(
     if costs_only:
         costs = {tier: replace(cost, regions=()) for tier, cost in costs.items()}
     elif acceptance is None:
-        acceptance = acceptance_of(sources)
+        acceptance = acceptance_of(sources, simulated_acceptance)
     calibration = Calibration(
         name=name,
         costs=tuple(sorted(costs.values(), key=lambda cost: tier_order(cost.tier))),

@@ -7,14 +7,6 @@ A ``Decode batch`` line gives the throughput since the scheduler's previous such
 holds where the whole gap was decode at one batch size: between two consecutive lines of a scheduler
 with the same batch size and no prefill line between. The lines that do not qualify are counted by
 reason. The context of a round is the mean of the two lines' tokens.
-
-One depth a log. A log tells its depth by its arguments line, or the reader is told. It is refused
-where the depth moved: the adaptive worker says so (``Switch adaptive runtime state``), and
-otherwise the figures do. At a fixed depth the printed accept rate is a function of the printed
-accept length,
-``L / n`` or ``(L - 1) / (n - 1)`` by era, with ``n`` draft tokens the same in every line. So if no
-era and ``n`` explain the lines to their two decimals, the depth (or the engine) changed between
-them.
 """
 
 import math
@@ -27,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from controller.errors import CalibrationError
-from controller.tiers import MAX_NUM_STEPS, NATIVE
 from training.acceptance_fit import Observation, Series
+from training.log_depth import DepthReader
 from training.points import MAX_STEP_S, MIN_STEP_S, Point
 from training.prefill import Burst
 from training.samples import STALL_FACTOR, context_cells
@@ -48,14 +40,9 @@ DEFAULT_LOG_INTERVAL = 40
 """Decode rounds a line, unless the server's arguments say otherwise."""
 MAX_POINTS_PER_BATCH = 256
 MAX_BURSTS = 4096
-MAX_DRAFT_TOKENS = 128
-ROUNDING = 0.005 + 1e-9
-"""Half of the last printed digit of an accept length or rate."""
 PAGE_SLACK_TOKENS = 128
 """Tokens a request by which the pool may grow in steps: the largest page in use."""
 BURST_GAP_S = 2.0
-
-ERAS = {"A": "no accept rate", "B": "bonus token counted", "C": "bonus token not counted"}
 
 
 @dataclass(frozen=True)
@@ -96,12 +83,14 @@ class LogSource:
     truncated: bool
 
 
-def read_log(path: Path, num_steps: int | None = None) -> LogSource:
+def read_log(path: Path, num_steps: int | None = None, told_for_this_log: bool = True) -> LogSource:
     """Read a server log.
 
     Args:
         path: The log, plain or gzip.
         num_steps: Its depth where it has no arguments line; 0 for no speculation.
+        told_for_this_log: Whether a depth that contradicts the log is an error; otherwise it was
+            told for all files, and the log knows better.
 
     Raises:
         CalibrationError: If it has no decode line, no usable one, or more than one depth.
@@ -110,12 +99,12 @@ def read_log(path: Path, num_steps: int | None = None) -> LogSource:
     reader = _Reader(path)
     for line in parse_log(file.lines()):
         reader.take(line)
-    if not reader.num_decode:
+    if not reader.depth.num_decode:
         raise CalibrationError(
             f"{path}: expected 'Decode batch' lines of an SGLang server, got none in the log; give "
             "the scheduler's log at level info, from a time with decode load"
         )
-    tier, era = reader.depth(num_steps)
+    tier, era = reader.depth.finish(reader.arguments or {}, num_steps, told_for_this_log)
     points = tuple(
         point for kept in reader.points.values() for point in _without_stalls(kept.finish(tier))
     )
@@ -130,7 +119,7 @@ def read_log(path: Path, num_steps: int | None = None) -> LogSource:
         points=points,
         series=reader.series,
         bursts=tuple(reader.bursts[:MAX_BURSTS]),
-        num_decode=reader.num_decode,
+        num_decode=reader.depth.num_decode,
         unusable=dict(reader.unusable),
         num_broken=reader.num_broken,
         arguments=reader.arguments or {},
@@ -192,16 +181,12 @@ class _Reader:
         self.points: dict[int, _Kept] = {}
         self.series = Series()
         self.bursts: list[Burst] = []
-        self.num_decode = 0
         self.num_broken = 0
         self.unusable: Counter[str] = Counter()
         self.arguments: Mapping[str, Any] | None = None
         self.kv_tokens: int | None = None
         self.chunk_tokens: int | None = None
-        self._pairs: Counter[tuple[float, float]] = Counter()
-        self._with_accept = 0
-        self._max_accept_len = 0.0
-        self._max_at = 0
+        self.depth = DepthReader(path)
         self._last_decode: dict[str, DecodeLine] = {}
         self._last_prefill: dict[str, PrefillLine] = {}
         self._burst: dict[str, list[float]] = {}
@@ -234,16 +219,10 @@ class _Reader:
             )
 
     def _decode(self, line: DecodeLine) -> None:
-        self.num_decode += 1
         previous = self._last_decode.get(line.scheduler)
         self._last_decode[line.scheduler] = line
         self._end_burst(line.scheduler)
-        if line.accept_len is not None:
-            self._with_accept += 1
-            if line.accept_rate is not None and len(self._pairs) < 100_000:
-                self._pairs[line.accept_len, line.accept_rate] += 1
-            if line.accept_len > self._max_accept_len:
-                self._max_accept_len, self._max_at = line.accept_len, line.number
+        self.depth.take(line)
         if previous is not None and _same(line, previous):
             self.unusable["printed twice"] += 1
             return
@@ -322,114 +301,6 @@ class _Reader:
         count, tokens, time_s = self._burst.pop(scheduler, (0, 0, 0.0))
         if count and len(self.bursts) < MAX_BURSTS:
             self.bursts.append(Burst(int(count), int(tokens), time_s))
-
-    def depth(self, told: int | None) -> tuple[str, str | None]:
-        """Return the tier and the era.
-
-        Raises:
-            CalibrationError: If there is no single depth, or it is not known.
-        """
-        arguments = self.arguments or {}
-        if self._with_accept not in (0, self.num_decode):
-            raise CalibrationError(
-                f"{self.path}: expected one server, got {self._with_accept} of {self.num_decode} "
-                "decode lines with an accept len; split the log"
-            )
-        if arguments.get("speculative_adaptive"):
-            raise CalibrationError(
-                f"{self.path}: expected one depth, but its server ran with --speculative-adaptive; "
-                "record a log at each fixed depth, or a step trace"
-            )
-        if not self._with_accept:
-            if arguments.get("speculative_algorithm"):
-                raise CalibrationError(
-                    f"{self.path}: expected an accept len in its lines for a speculating server, "
-                    "got none; give the log of the scheduler itself"
-                )
-            return NATIVE, None
-        if told == 0:
-            raise CalibrationError(
-                f"{self.path}: expected no accept len without speculation, got one in every line; "
-                "correct --num-steps"
-            )
-        era, draft_tokens = self._era()
-        steps = self._steps(told, draft_tokens)
-        if self._max_accept_len > steps + 1 + ROUNDING:
-            raise CalibrationError(
-                f"{self.path}:{self._max_at}: expected an accept len up to {steps + 1} at "
-                f"{steps} draft steps, got {self._max_accept_len:g}; correct --num-steps"
-            )
-        return str(steps), era
-
-    def _steps(self, told: int | None, draft_tokens: list[int]) -> int:
-        arguments = self.arguments or {}
-        stated = arguments.get("speculative_num_steps")
-        if stated and told is not None and told != stated:
-            raise CalibrationError(
-                f"{self.path}: its server ran {stated} draft steps, but --num-steps says {told}; "
-                "leave it out for this log"
-            )
-        steps = stated or told
-        topk = arguments.get("speculative_eagle_topk")
-        if isinstance(topk, int) and topk > 1:
-            raise CalibrationError(
-                f"{self.path}: expected a chain of drafts, got topk {topk}; trees are not "
-                f"modelled, "
-                "so record with --speculative-eagle-topk 1"
-            )
-        shown = " or ".join(str(n - 1) for n in draft_tokens[:3])
-        hint = f" (the accept rates fit {shown} for a chain of drafts)" if draft_tokens else ""
-        if not steps:
-            raise CalibrationError(
-                f"{self.path}: expected a depth, but the log has no server_args line; give "
-                f"--num-steps N{hint}"
-            )
-        if not 1 <= steps <= MAX_NUM_STEPS:
-            raise CalibrationError(
-                f"{self.path}: expected 1 to {MAX_NUM_STEPS} draft steps, got {steps}; deeper "
-                "drafts are not modelled"
-            )
-        if draft_tokens and steps + 1 not in draft_tokens:
-            raise CalibrationError(
-                f"{self.path}: its accept rates do not fit {steps} draft steps{hint}; correct "
-                "--num-steps, or record with topk 1"
-            )
-        return int(steps)
-
-    def _era(self) -> tuple[str | None, list[int]]:
-        """Return the era and the numbers of draft tokens that explain every line."""
-        if not self._pairs:
-            return "A", []
-        fitting = {
-            era: [n for n in range(2, MAX_DRAFT_TOKENS + 1) if _fits_all(era, n, self._pairs)]
-            for era in ("B", "C")
-        }
-        found = [era for era in ("B", "C") if fitting[era]]
-        if not found:
-            best = max(
-                sum(count for pair, count in self._pairs.items() if _fits(era, n, *pair))
-                for era in ("B", "C")
-                for n in range(2, MAX_DRAFT_TOKENS + 1)
-            )
-            raise CalibrationError(
-                f"{self.path}: expected one depth, but no number of draft tokens explains the "
-                f"accept rate of every line by its accept len (at best {best} of "
-                f"{sum(self._pairs.values())} lines): the depth changed between lines; record a "
-                "log at each fixed depth, or a step trace"
-            )
-        both = sorted({n for era in found for n in fitting[era]})
-        return (found[0] if len(found) == 1 else None), both
-
-
-def _fits_all(era: str, n: int, pairs: Mapping[tuple[float, float], int]) -> bool:
-    return all(_fits(era, n, *pair) for pair in pairs)
-
-
-def _fits(era: str, n: int, accept_len: float, accept_rate: float) -> bool:
-    bonus, denominator = (0.0, n) if era == "B" else (1.0, n - 1)
-    low = (accept_len - ROUNDING - bonus) / denominator
-    high = (accept_len + ROUNDING - bonus) / denominator
-    return accept_rate - ROUNDING <= high and low <= accept_rate + ROUNDING
 
 
 def _same(line: DecodeLine, previous: DecodeLine) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from controller.errors import CalibrationError
-from controller.tiers import NATIVE
 from controller.trace import Trace, read_trace
 from training.bench_outputs import BenchSource, bench_kind, read_bench
 from training.log_rounds import LogSource, read_log
@@ -81,13 +80,7 @@ def read_sources(paths: Sequence[Path], options: TableOptions) -> Sources:
             traces.append(read_trace(path))
             digest = content_sha256(path)
         elif kind == "log":
-            logs.append(read_log(path, options.depth(path)))
-            if logs[-1].tier == NATIVE and options.num_steps_of.get(path.name):
-                raise CalibrationError(
-                    f"{path}: --num-steps says {options.num_steps_of[path.name]}, but its lines "
-                    f"have "
-                    "no accept len, so it did not speculate; leave it out for this log"
-                )
+            logs.append(read_log(path, options.depth(path), path.name in options.num_steps_of))
             digest = logs[-1].sha256
         elif kind == "benchmark":
             benches.append(read_bench(path, options.depth(path)))

@@ -5,6 +5,7 @@ A log can be larger than memory and can end anywhere, because its server was kil
 
 import gzip
 import hashlib
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,7 @@ class TextFile:
                     unit_scale=True,
                     desc=self.path.name,
                     leave=False,
-                    # None: only on a terminal.
-                    disable=None if size >= PROGRESS_FROM_BYTES else True,
+                    disable=size < PROGRESS_FROM_BYTES or not sys.stderr.isatty(),
                 ) as bar,
             ):
                 zipped = file.read(2) == GZIP_MAGIC
