@@ -32,53 +32,37 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from controller.acceptance_profile import DepthAcceptance
 from controller.errors import CalibrationError, TierError
 from controller.tiers import MAX_NUM_STEPS, NATIVE, OFF, tier_of
 from training.columns import map_columns
+from training.options import (
+    DEFAULT_ACCEPT_RATE,
+    DEFAULT_NUM_STEPS,
+    SPECULATIVE_MAX_RUNNING,
+    TableOptions,
+    expected_accept_len,
+)
 from training.points import Point, check_step
 from training.textfile import TextFile
 
-DEFAULT_NUM_STEPS = 3
-DEFAULT_ACCEPT_RATE = 0.7
-SPECULATIVE_MAX_RUNNING = 48
-"""Running requests that SGLang allows with speculation unless told otherwise."""
+__all__ = [
+    "DEFAULT_ACCEPT_RATE",
+    "DEFAULT_NUM_STEPS",
+    "SPECULATIVE_MAX_RUNNING",
+    "Table",
+    "TableOptions",
+    "expected_accept_len",
+    "read_table",
+]
+
 CHANGING = ("adaptive", "auto", "autospec", "dynamic", "threshold")
 NO_SPECULATION = re.compile(r"\b(no[ _-]?spec\w*|without spec\w*|baseline|vanilla|off)\b", re.I)
 DECODING_SHARE = (0.05, 1.5)
 """Plausible ``throughput * TPOT / concurrency``: the share of requests that are decoding."""
-
-
-@dataclass(frozen=True)
-class TableOptions:
-    """What sources do not say.
-
-    Attributes:
-        num_steps: Depth of rows and logs that do not say theirs, 0 for none; None if not given.
-        num_steps_of: The same by file name, which comes first.
-        accept_len: Accept length of speculative rows that give none; None for independent
-            acceptance of ``DEFAULT_ACCEPT_RATE`` a draft token.
-        speculative_max_running: Most running requests with speculation.
-        zero_steps: What a ``num_steps`` of 0 means: ``"native"``, ``"warm"`` or ``"cold"``; None to
-            go by ``config``.
-        columns: Names of a table's columns by the names above.
-        where: Pairs of a column and a text; only rows whose column contains it count.
-    """
-
-    num_steps: int | None = None
-    num_steps_of: Mapping[str, int] = field(default_factory=dict)
-    accept_len: float | None = None
-    speculative_max_running: int = SPECULATIVE_MAX_RUNNING
-    zero_steps: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    where: tuple[tuple[str, str], ...] = ()
-
-    def depth(self, path: Path) -> int | None:
-        """Return the depth that was told for a file."""
-        return self.num_steps_of.get(path.name, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -104,16 +88,6 @@ class Table:
     left_out: Mapping[str, int]
     hardware: str | None
     model: str | None
-
-
-def expected_accept_len(num_steps: int, accept_rate: float = DEFAULT_ACCEPT_RATE) -> float:
-    """Return ``1 + p + ... + p**num_steps``, the accept length of a chain of drafts.
-
-    Example:
-        >>> round(expected_accept_len(3), 3)
-        2.533
-    """
-    return sum(accept_rate**i for i in range(num_steps + 1))
 
 
 def read_table(path: Path, options: TableOptions | None = None) -> Table:
