@@ -2,13 +2,12 @@
 
 Mean
     The accept lengths ``L_k`` of the measured depths give the chance that each draft token is
-    accepted, given those before it: ``L_b - L_a`` is the sum of the chances of positions ``a + 1``
-    to
-    ``b`` to be reached and accepted, and between two measured depths one rate is taken for all.
+    accepted, given those before it: ``L_b - L_a`` is the sum of the chances that positions after
+    ``a`` up to ``b`` are reached and accepted; between two measured depths one rate is taken.
 
 Spread between requests
     Method of moments of a one-way random-effects analysis of variance (Searle, Casella, McCulloch,
-    *Variance Components*, 1992, section 3.6). The groups are stretches in which the same ``B``
+    *Variance Components*, 1992). The groups are stretches in which the same ``B``
     requests run: their mean scatters by ``spread**2 / B`` beyond chance. Stated only if that
     scatter is significant.
 

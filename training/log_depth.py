@@ -117,8 +117,7 @@ class DepthReader:
         if isinstance(topk, int) and topk > 1:
             raise CalibrationError(
                 f"{self._path}: expected a chain of drafts, got topk {topk}; trees are not "
-                f"modelled, "
-                "so record with --speculative-eagle-topk 1"
+                "modelled, so record with --speculative-eagle-topk 1"
             )
         steps = stated or told
         shown = " or ".join(str(n - 1) for n in draft_tokens[:3])

@@ -4,8 +4,7 @@ A :class:`Point` is one figure of a log, a benchmark or a table: a round time at
 the context where the source says it. Points of one tier become one :class:`TierCost`:
 
 - With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`) if a batch size
-was
-  measured at contexts ``LEVEL_GAP`` apart. Otherwise the cost of context is not identified but
+  was measured at contexts ``LEVEL_GAP`` apart. Otherwise the cost of context is not identified but
   bounded from below: a round with more requests takes no less time, so where a smaller batch of
   a longer context was slower, context must cost the difference. That least slope is used.
 - Without, they are averaged by batch size and made monotone, as :mod:`training.tables` says.
