@@ -30,6 +30,7 @@ import numpy as np
 from controller.calibration import TierCost
 from controller.errors import CalibrationError, TierError
 from controller.tiers import NATIVE, tier_of
+from training.batch_curve import curve, knots
 from training.fit import tier_order
 from training.isotonic import pool_adjacent_violators, project_monotone
 
@@ -175,14 +176,17 @@ def fit_table(table: Table) -> tuple[TierCost, ...]:
         values[native, here] = pool_adjacent_violators(values[native, here], weights[native, here])
     costs = []
     for i, name in enumerate(names):
-        here = np.flatnonzero(~np.isnan(values[i]))
+        here = ~np.isnan(values[i])
+        measured = np.array(sizes, np.float64)[here]
+        at = knots(measured)
+        base_s = curve(measured, values[i, here], at.astype(np.float64))
         costs.append(
             TierCost(
                 tier=name,
-                batch_sizes=tuple(sizes[j] for j in here),
-                base_s=tuple(float(f"{values[i, j]:.7g}") for j in here),
+                batch_sizes=tuple(at.tolist()),
+                base_s=tuple(float(f"{value:.7g}") for value in base_s),
                 context_s_per_token=0.0,
-                relative_noise=(0.0,) * len(here),
+                relative_noise=(0.0,) * len(at),
                 max_context_tokens=0,
                 num_rows=sum(row.tier == name for row in table.rows),
             )

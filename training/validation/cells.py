@@ -29,6 +29,7 @@ class CellError:
         tier: Tier name.
         batch_size: Padded batch size.
         context_tokens: Median context over the batch.
+        lowest_context: Lowest context over the batch.
         rounds: Usable rounds.
         measured_s: Median round.
         deviation: Median of ``|step / median step - 1|``.
@@ -40,6 +41,7 @@ class CellError:
     tier: str
     batch_size: int
     context_tokens: int
+    lowest_context: int
     rounds: int
     measured_s: float
     deviation: float
@@ -91,6 +93,7 @@ def hold_out_cells(samples: Mapping[str, Samples]) -> tuple[CellError, ...]:
                     tier=tier,
                     batch_size=size,
                     context_tokens=round(context),
+                    lowest_context=int(np.min(item.context_tokens[at])),
                     rounds=int(np.sum(at)),
                     measured_s=median_s,
                     deviation=float(np.median(np.abs(item.step_s[at] / median_s - 1.0))),
