@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.acceptance_profile import AcceptanceProfile
 from controller.errors import CalibrationError
 from controller.jsonfile import canonical_text, sha256_of, write_atomically
+from controller.regions import EXTRAPOLATED, Region, trust
 from controller.tiers import Tier, tier_of
 
 SCHEMA = "specgovernor.calibration"
@@ -48,6 +50,8 @@ class TierCost:
         num_rows: Rows that the fit used.
         median_error: Median relative error on rows held out from the fit; None if none were.
         p95_error: 95th percentile of the same.
+        regions: What was measured, cell by cell; files of before 0.2 have none, and then every one
+            of ``batch_sizes`` counts as measured up to ``max_context_tokens``.
     """
 
     tier: str
@@ -59,11 +63,12 @@ class TierCost:
     num_rows: int
     median_error: float | None = None
     p95_error: float | None = None
+    regions: tuple[Region, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"tier {self.tier!r}"
         object.__setattr__(self, "tier", tier_of(self.tier).name)
-        for name in ("batch_sizes", "base_s", "relative_noise"):
+        for name in ("batch_sizes", "base_s", "relative_noise", "regions"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = len(self.batch_sizes)
         if not sizes or sizes != len(self.base_s) or sizes != len(self.relative_noise):
@@ -86,6 +91,12 @@ class TierCost:
             raise CalibrationError(f"{where}: base_s must not decrease with the batch size")
         if self.base_s[0] <= 0.0:
             raise CalibrationError(f"{where}: base_s must be positive, got {self.base_s[0]}")
+
+    @cached_property
+    def measured(self) -> tuple[Region, ...]:
+        """The regions, or what stands for them in a file without."""
+        low, high = (0, self.max_context_tokens) if self.max_context_tokens else (None, None)
+        return self.regions or tuple(Region(size, low, high, 1) for size in self.batch_sizes)
 
     @cached_property
     def _last_slope_s(self) -> float:
@@ -149,6 +160,7 @@ class Calibration:
         assumed_accept_len: Accept length (bonus included) by tier name, for sources that give only
             throughput: they identify accept length over round time, not both.
         source: What it was made from: files with their hashes, hardware, versions, notes.
+        acceptance: How well drafts are accepted there; None if no source says.
     """
 
     name: str
@@ -160,6 +172,7 @@ class Calibration:
     chunk_tokens: int | None = None
     assumed_accept_len: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: AcceptanceProfile | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -229,21 +242,35 @@ class Calibration:
         cost = self.cost(tier)
         return cost.base_at(self.padded(batch_size)) + cost.context_s_per_token * context_tokens
 
+    def trust(self, tier: Tier | str | int, batch_size: int, context_tokens: int) -> str:
+        """Grade a prediction: ``"measured"``, ``"interpolated"`` or ``"extrapolated"``.
+
+        See :func:`controller.regions.trust`; a calibration without a context axis, such as one from
+        a throughput table, is graded by batch size alone.
+        """
+        cost = self.cost(tier)
+        return trust(
+            cost.measured, self.padded(batch_size), context_tokens, cost.max_context_tokens
+        )
+
     def extrapolation(
         self, tier: Tier | str | int, batch_size: int, context_tokens: int
     ) -> str | None:
         """Say why a prediction leaves the measured range, or return None if it does not."""
+        if self.trust(tier, batch_size, context_tokens) != EXTRAPOLATED:
+            return None
         cost = self.cost(tier)
         padded = self.padded(batch_size)
-        low, high = cost.batch_sizes[0], cost.batch_sizes[-1]
-        if not low <= padded <= high:
-            return f"tier {cost.tier}: batch size {padded} is outside the measured {low} to {high}"
-        if context_tokens > cost.max_context_tokens:
+        sizes = [region.batch_size for region in cost.measured]
+        if not min(sizes) <= padded <= max(sizes):
             return (
-                f"tier {cost.tier}: {context_tokens} context tokens are more than the measured "
-                f"{cost.max_context_tokens}"
+                f"tier {cost.tier}: batch size {padded} is outside the measured {min(sizes)} to "
+                f"{max(sizes)}"
             )
-        return None
+        return (
+            f"tier {cost.tier}: {context_tokens} context tokens are more than the measured "
+            f"{cost.max_context_tokens}"
+        )
 
     def table(self, tiers: Sequence[Tier], max_batch_size: int) -> StepTimeTable:
         """Tabulate the costs of ``tiers`` for batch sizes 0 (a copy of 1) to ``max_batch_size``."""
@@ -257,7 +284,14 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return the file's content as plain values."""
-        return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **_plain(asdict(self))}
+        value = _plain(asdict(self))
+        # Left out where there is nothing, so that a file of before them keeps its hash.
+        if self.acceptance is None:
+            del value["acceptance"]
+        for cost in value["costs"]:
+            if not cost["regions"]:
+                del cost["regions"]
+        return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **value}
 
     @cached_property
     def sha256(self) -> str:
@@ -293,9 +327,13 @@ class Calibration:
         body = {k: v for k, v in value.items() if k not in ("schema", "schema_version")}
         try:
             body["costs"] = tuple(
-                _build(TierCost, cost, f"{where}: costs[{i}]")
+                _build_cost(cost, f"{where}: costs[{i}]")
                 for i, cost in enumerate(body.get("costs", ()))
             )
+            if "acceptance" in body:
+                body["acceptance"] = AcceptanceProfile.from_json(
+                    body["acceptance"], f"{where}: acceptance"
+                )
             for name in ("prefill_native", "prefill_speculative"):
                 body[name] = _build(PrefillCost, body.get(name), f"{where}: {name}")
             built: Calibration = _build(Calibration, body, where)
@@ -345,13 +383,21 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _build_cost(value: Any, where: str) -> Any:
+    if isinstance(value, dict) and "regions" in value:
+        regions = value["regions"]
+        built = [_build(Region, item, f"{where}: regions[{i}]") for i, item in enumerate(regions)]
+        value = {**value, "regions": tuple(built)}
+    return _build(TierCost, value, where)
+
+
 def _build(cls: Any, value: Any, where: str) -> Any:
     """Call a dataclass with the keys of ``value``, naming those that are missing or unknown."""
     if not isinstance(value, dict):
         raise CalibrationError(f"{where}: expected an object, got {type(value).__name__}")
     known = {item.name for item in fields(cls)}
     unknown = sorted(set(value) - known)
-    missing = sorted(known - set(value))
+    missing = sorted(known - set(value) - {"regions", "acceptance"})
     if unknown or missing:
         raise CalibrationError(
             f"{where}: unknown keys {unknown}, missing keys {missing}; expected {sorted(known)}"

@@ -116,7 +116,7 @@ def collect(
     for tier, values in found.items():
         batch, context, step = (np.array(column) for column in zip(*values, strict=True))
         whole = Samples(
-            batch.astype(np.int64), context, step, _cells(batch, context), _held_out(batch)
+            batch.astype(np.int64), context, step, context_cells(batch, context), _held_out(batch)
         )
         keep = ~_stalls(whole)
         dropped["stall"] += int(np.sum(~keep))
@@ -124,7 +124,10 @@ def collect(
     return samples, dropped
 
 
-def _cells(batch: NDArray[np.int64], context: NDArray[np.float64]) -> NDArray[np.int64]:
+def context_cells(
+    batch: NDArray[np.int64], context: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the cell of every row; see the module."""
     cell = np.zeros(len(batch), dtype=np.int64)
     count = 0
     for size in np.unique(batch):
