@@ -50,8 +50,9 @@ class Region:
             return False
         if self.context_low is None or self.context_high is None:
             return True
-        low, high = (1.0 - CONTEXT_MARGIN) * self.context_low, (1.0 + CONTEXT_MARGIN) * (
-            self.context_high
+        low, high = (
+            (1.0 - CONTEXT_MARGIN) * self.context_low,
+            (1.0 + CONTEXT_MARGIN) * (self.context_high),
         )
         return low <= context_tokens <= high
 

@@ -271,9 +271,11 @@ def _speculative(
     )
 
 
-_READERS: dict[
-    str, Callable[[str, Mapping[str, Any], Mapping[str, Any], int | None], Point]
-] = {SERVING: _serving, ONE_BATCH: _one_batch, SPECULATIVE: _speculative}
+_READERS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any], int | None], Point]] = {
+    SERVING: _serving,
+    ONE_BATCH: _one_batch,
+    SPECULATIVE: _speculative,
+}
 
 
 def _tier(
@@ -334,9 +336,7 @@ def _tier(
     return str(steps), accept_len
 
 
-def _figure(
-    where: str, record: Mapping[str, Any], name: str, whole: bool = False
-) -> float | None:
+def _figure(where: str, record: Mapping[str, Any], name: str, whole: bool = False) -> float | None:
     """Return a figure above 0, or None where it is absent, null or 0."""
     value = record.get(name)
     if value is None or value == 0:

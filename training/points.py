@@ -5,8 +5,10 @@ the context where the source says it. Points of one tier become one :class:`Tier
 
 - With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`). A context slope
   is fitted only where a batch size was measured at contexts ``LEVEL_GAP`` apart; otherwise it is
-  zero, and the round times hold at the contexts where they were measured.
-- Without, they are averaged by batch size and made monotone, as :mod:`training.tables` says.
+  the least that explains the figures (:mod:`training.context_bound`), zero in most cases, and the
+  round times hold at the contexts where they were measured.
+- Without, they are averaged by batch size and made monotone; between and beyond the batch sizes
+  the round time follows :mod:`training.batch_curve`.
 
 A point is an average over many rounds, so it says nothing about the noise of one: that is zero.
 """
@@ -20,7 +22,9 @@ import numpy as np
 from controller.calibration import Region, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
-from training.fit import fit_surfaces, tier_order
+from training.batch_curve import curve, knots
+from training.context_bound import least_context_slope
+from training.fit import MAX_CONTEXT_SHARE, fit_surfaces, tier_order
 from training.isotonic import pool_adjacent_violators, project_monotone
 from training.samples import LEVEL_GAP, Samples, context_cells
 
@@ -149,13 +153,17 @@ def has_context_levels(points: Sequence[Point]) -> bool:
 
 def _fit_with_context(points: Sequence[Point]) -> Iterable[TierCost]:
     samples = {}
+    bound_s = {}
     for tier in {point.tier for point in points}:
         here = [point for point in points if point.tier == tier]
         batch = np.array([point.batch_size for point in here])
         context = np.array([float(point.context_tokens or 0) for point in here])
-        if not has_context_levels(here):
-            context = np.zeros(len(here))
         step = np.array([point.step_s for point in here])
+        bound_s[tier] = 0.0
+        if not has_context_levels(here):
+            bound_s[tier] = least_context_slope(batch, context, step, LEVEL_GAP, MAX_CONTEXT_SHARE)
+            step = step - bound_s[tier] * context
+            context = np.zeros(len(here))
         none = np.zeros(len(here), dtype=bool)
         samples[tier] = Samples(batch, context, step, context_cells(batch, context), none)
     for tier, surface in fit_surfaces(samples).items() if samples else ():
@@ -164,7 +172,7 @@ def _fit_with_context(points: Sequence[Point]) -> Iterable[TierCost]:
             tier=tier,
             batch_sizes=tuple(surface.batch_sizes.tolist()),
             base_s=tuple(surface.base_s.tolist()),
-            context_s_per_token=surface.slope_s,
+            context_s_per_token=float(f"{surface.slope_s + bound_s[tier]:.7g}"),
             relative_noise=(0.0,) * len(surface.batch_sizes),
             max_context_tokens=max(point.context_tokens or 0 for point in here),
             num_rows=len(here),
@@ -210,15 +218,18 @@ def _fit_without_context(points: Sequence[Point]) -> Iterable[TierCost]:
         here = ~np.isnan(values[native])
         values[native, here] = pool_adjacent_violators(values[native, here], weights[native, here])
     for i, name in enumerate(names):
-        at = np.flatnonzero(~np.isnan(values[i]))
+        here = np.flatnonzero(~np.isnan(values[i]))
         mine = [point for point in points if point.tier == name]
         counts: Mapping[int, int] = {
-            sizes[j]: sum(point.batch_size == sizes[j] for point in mine) for j in at
+            sizes[j]: sum(point.batch_size == sizes[j] for point in mine) for j in here
         }
+        measured = np.array([float(sizes[j]) for j in here])
+        at = knots(measured)
+        base_s = curve(measured, values[i, here], at.astype(np.float64))
         yield TierCost(
             tier=name,
-            batch_sizes=tuple(sizes[j] for j in at),
-            base_s=tuple(float(f"{values[i, j]:.7g}") for j in at),
+            batch_sizes=tuple(at.tolist()),
+            base_s=tuple(float(f"{value:.7g}") for value in base_s),
             context_s_per_token=0.0,
             relative_noise=(0.0,) * len(at),
             max_context_tokens=0,

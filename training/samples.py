@@ -124,9 +124,7 @@ def collect(
     return samples, dropped
 
 
-def context_cells(
-    batch: NDArray[np.int64], context: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def context_cells(batch: NDArray[np.int64], context: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the cell of every row; see the module."""
     cell = np.zeros(len(batch), dtype=np.int64)
     count = 0

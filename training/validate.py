@@ -29,6 +29,7 @@ from training.tables import read_table
 from training.validation.cells import hold_out_cells
 from training.validation.closed_loop import simulate_cells
 from training.validation.halves import predict_halves
+from training.validation.logs import compare_log, find_pairs
 from training.validation.report import SCHEMA, Validation, print_validation
 
 DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
@@ -54,6 +55,7 @@ def validate(calibration: Calibration, data: Path) -> Validation:
         calibration=calibration,
         cells=hold_out_cells(samples),
         rows=tuple(row for table in tables for row in predict_halves(table)),
+        logs=tuple(compare_log(log, trace) for log, trace in find_pairs(data)),
         closed_loop=simulate_cells(calibration, pairs, samples),
     )
 

@@ -9,12 +9,10 @@ The calibration was fitted on the same rounds, so this judges what the simulator
 context growth, accept draws, scatter), not how well the fit predicts; ``cells.py`` does that.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controller.calibration import Calibration
 from controller.tiers import tier_of
@@ -24,7 +22,8 @@ from env.deployment import Deployment
 from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Lengths, Workload
 from training.fit import tier_order
-from training.samples import Samples, tier_name, usable_rounds
+from training.samples import Samples
+from training.validation.measured import MeasuredCell, measure_cells
 
 SEEDS = range(8)
 UNLIMITED_TOKENS = 2**40
@@ -34,31 +33,19 @@ SHORTEST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class CellThroughput:
-    """One cell, tokens a second in steady decode.
+class CellThroughput(MeasuredCell):
+    """One cell, measured and simulated.
 
     Attributes:
-        tier: Tier name.
-        batch_size: Running requests.
-        context_tokens: Lowest and highest context over the batch.
-        rounds: Usable rounds of the trace.
-        accept_len: Mean accept length of the trace, bonus included.
-        measured: Tokens over time of the trace.
-        simulated: The same of the simulator, over all seeds.
+        simulated: Output tokens a second of the simulator, over all seeds.
     """
 
-    tier: str
-    batch_size: int
-    context_tokens: tuple[int, int]
-    rounds: int
-    accept_len: float
-    measured: float
     simulated: float
 
     @property
     def error(self) -> float:
         """Relative error of the simulation, with sign."""
-        return self.simulated / self.measured - 1.0
+        return self.simulated / self.throughput - 1.0
 
 
 def accept_rate_of(accept_len: float, num_steps: int) -> float:
@@ -88,55 +75,15 @@ def simulate_cells(
         traces: Header and rows of the traces.
         samples: Their usable rounds by tier name.
     """
-    accept = _accept_lens(traces)
+    cells = measure_cells(traces, samples)
     results: list[CellThroughput] = []
     for tier in sorted(samples, key=tier_order):
-        found = [
-            cell
-            for at in samples[tier].cell_rows
-            if (cell := _measure(tier, samples[tier], at, accept)) is not None
-        ]
-        results += _simulate(calibration, tier, found)
+        results += _simulate(calibration, tier, [cell for cell in cells if cell.tier == tier])
     return tuple(results)
 
 
-def _accept_lens(
-    traces: Sequence[tuple[TraceHeader, Sequence[TraceRow]]],
-) -> dict[tuple[str, int], tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return context tokens and accept lengths of the rounds of every tier and batch size."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for header, rows in traces:
-        for row in usable_rounds(rows, Counter()):
-            if not row.num_steps or row.mean_correct_drafts is not None:
-                accept_len = 1.0 + (row.mean_correct_drafts or 0.0) * bool(row.num_steps)
-                key = (tier_name(row, header), row.batch_size)
-                found.setdefault(key, []).append((float(row.context_tokens), accept_len))
-    return {
-        key: (np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs]))
-        for key, pairs in found.items()
-    }
-
-
-def _measure(
-    tier: str,
-    samples: Samples,
-    at: NDArray[np.int64],
-    accept: Mapping[tuple[str, int], tuple[NDArray[np.float64], NDArray[np.float64]]],
-) -> CellThroughput | None:
-    size = int(samples.batch_size[at][0])
-    context = samples.context_tokens[at]
-    low, high = float(np.min(context)), float(np.max(context))
-    where, lens = accept.get((tier, size), (np.zeros(0), np.zeros(0)))
-    inside = (where >= low) & (where <= high)
-    if not inside.any():
-        return None
-    accept_len = float(np.mean(lens[inside]))
-    measured = size * accept_len / float(np.mean(samples.step_s[at]))
-    return CellThroughput(tier, size, (int(low), int(high)), len(at), accept_len, measured, 0.0)
-
-
 def _simulate(
-    calibration: Calibration, tier: str, cells: Sequence[CellThroughput]
+    calibration: Calibration, tier: str, cells: Sequence[MeasuredCell]
 ) -> list[CellThroughput]:
     """Run all cells of a tier side by side, one server for each cell and seed."""
     if not cells:
@@ -162,12 +109,12 @@ def _simulate(
     time_s = (end_s - start_s).reshape(len(cells), -1).sum(axis=1)
     tokens = (end_tokens - start_tokens).reshape(len(cells), -1).sum(axis=1)
     return [
-        replace(cell, simulated=float(rate))
+        CellThroughput(**vars(cell), simulated=float(rate))
         for cell, rate in zip(cells, tokens / time_s, strict=True)
     ]
 
 
-def _workload(cell: CellThroughput) -> Workload:
+def _workload(cell: MeasuredCell) -> Workload:
     """Clients whose requests outlast the cell's context range, so that the batch never changes."""
     low, high = cell.context_tokens
     num_steps = tier_of(cell.tier).num_steps

@@ -13,6 +13,7 @@ from training.validation.bounds import QUIET_DEVIATION, Check
 from training.validation.cells import CellError, check_cells, summary
 from training.validation.closed_loop import CellThroughput
 from training.validation.halves import RowError, check_tables
+from training.validation.logs import LogResult, check_logs
 
 SCHEMA = "specgovernor.validation"
 SCHEMA_VERSION = 1
@@ -28,18 +29,20 @@ class Validation:
         calibration: The one whose traces were used.
         cells: Step time of every cell, predicted from the others.
         rows: Table rows, predicted from the other half.
+        logs: Server logs against the trace of their run.
         closed_loop: Simulated against measured decode throughput.
     """
 
     calibration: Calibration
     cells: tuple[CellError, ...]
     rows: tuple[RowError, ...]
+    logs: tuple[LogResult, ...]
     closed_loop: tuple[CellThroughput, ...]
 
     @property
     def checks(self) -> tuple[Check, ...]:
         """Every figure that has a bound."""
-        return (*check_cells(self.cells), *check_tables(self.rows))
+        return (*check_cells(self.cells), *check_tables(self.rows), *check_logs(self.logs))
 
     @property
     def passed(self) -> bool:
@@ -67,6 +70,9 @@ class Validation:
         for name in sorted({row.table for row in self.rows}):
             result[f"throughput, {name}"] = [r.error for r in self.rows if r.table == name]
         result["throughput, all tables"] = [row.error for row in self.rows]
+        result["log throughput, identifiable cells"] = [
+            c.error for log in self.logs for c in log.cells if c.error is not None
+        ]
         result["simulated throughput, quiet cells"] = [
             c.error for c in self.closed_loop if self.is_quiet(c)
         ]
@@ -93,6 +99,7 @@ class Validation:
             },
             "step_time_cells": [{**asdict(c), "quiet": c.quiet} for c in self.cells],
             "table_rows": [asdict(row) for row in self.rows],
+            "logs": [asdict(log) for log in self.logs],
             "simulated_throughput": [
                 {**asdict(c), "quiet": self.is_quiet(c)} for c in self.closed_loop
             ],
@@ -156,6 +163,8 @@ def print_validation(result: Validation, console: Console) -> None:
             for r in result.rows
         ),
     )
+    for log in result.logs:
+        _print_log(console, log)
     _print(
         console,
         "Decode throughput, tokens/s, of the simulator against the trace (noisy cells marked ~)",
@@ -167,7 +176,7 @@ def print_validation(result: Validation, console: Console) -> None:
                 f"{c.context_tokens[0]}-{c.context_tokens[1]}",
                 c.rounds,
                 f"{c.accept_len:.2f}",
-                f"{c.measured:.1f}",
+                f"{c.throughput:.1f}",
                 f"{c.simulated:.1f}",
                 f"{c.error:+.1%}",
             )
@@ -191,6 +200,34 @@ def print_validation(result: Validation, console: Console) -> None:
         (
             (c.name, f"{c.value:.1%}", f"{c.limit:.0%}", "holds" if c.passed else "MISSED")
             for c in result.checks
+        ),
+    )
+
+
+def _print_log(console: Console, result: LogResult) -> None:
+    title = f"Log {result.log} against trace {result.trace}"
+    if result.refused is not None:
+        depths = f"depths {', '.join(result.tiers)}" if len(result.tiers) > 1 else "one depth"
+        console.print(
+            f"{title} ({depths}): refused: {result.refused}", highlight=False, markup=False
+        )
+        return
+    _print(
+        console,
+        f"{title}: decode throughput, tokens/s",
+        ("tier", "batch", "context", "accept length", "trace", "lines", "from log", "error"),
+        (
+            (
+                c.tier,
+                c.batch_size,
+                f"{c.context_tokens[0]}-{c.context_tokens[1]}",
+                f"{c.accept_len:.2f}",
+                f"{c.throughput:.1f}",
+                c.lines,
+                "unidentifiable" if c.from_log is None else f"{c.from_log:.1f}",
+                "" if c.error is None else f"{c.error:+.1%}",
+            )
+            for c in result.cells
         ),
     )
 
