@@ -8,8 +8,8 @@ from controller.errors import CalibrationError
 MEASURED = "measured"
 INTERPOLATED = "interpolated"
 EXTRAPOLATED = "extrapolated"
-CONTEXT_MARGIN = 0.1
-"""Share of a context by which a prediction may leave a measured range and still count as in it."""
+CONTEXT_FACTOR = 2.0**0.5
+"""Factor by which a context may leave a measured range and still count as in it."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,12 @@ class Region:
             )
 
     def holds(self, batch_size: int, context_tokens: int) -> bool:
-        """Return whether a round lies in the region, give or take ``CONTEXT_MARGIN``."""
+        """Return whether a round lies in the region, give or take ``CONTEXT_FACTOR``."""
         if batch_size != self.batch_size:
             return False
         if self.context_low is None or self.context_high is None:
             return True
-        low, high = (
-            (1.0 - CONTEXT_MARGIN) * self.context_low,
-            (1.0 + CONTEXT_MARGIN) * (self.context_high),
-        )
+        low, high = self.context_low / CONTEXT_FACTOR, self.context_high * CONTEXT_FACTOR
         return low <= context_tokens <= high
 
 

@@ -95,6 +95,15 @@ class Series:
         if self._num_kept > MAX_OBSERVATIONS:
             self._thin(item.stretch)
 
+    def absorb(self, other: "Series", label: str) -> None:
+        """Add another series, such as that of another file; ``label`` keeps its stretches apart."""
+        self.count += other.count
+        self._weight += other._weight
+        self._sum += other._sum
+        for name, items in other._kept.items():
+            self._kept[f"{label}:{name}"] = list(items)
+        self._num_kept = sum(map(len, self._kept.values()))
+
     def _thin(self, newest: str) -> None:
         if len(self._kept) > 1:
             self._stride *= 2

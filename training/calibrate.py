@@ -1,10 +1,11 @@
-"""Fit a calibration from step traces, a throughput table, or both.
+"""Fit a calibration from what there is: traces, server logs, benchmark outputs, throughput tables.
 
 Usage:
     python -m training.calibrate SOURCE... -o FILE.json [--name NAME] [options]
 
-Prints how well the fit predicts rounds that were held out from it, where it is noisy, and where it
-would extrapolate; then writes the fit of all rounds.
+What a source is shows in its content. Prints how well the fit predicts rounds that were held out from
+it and what the other sources measured, where it is noisy, and how far it can be trusted; then writes
+the fit of all rounds.
 """
 
 import argparse
@@ -16,12 +17,21 @@ from rich.console import Console
 
 from controller.calibration import SCHEMA as CALIBRATION_SCHEMA
 from controller.errors import SpecGovernorError
-from controller.tiers import MAX_NUM_STEPS
-from training.cli import OneLineParser, check_output, print_error
+from controller.tiers import MAX_NUM_STEPS, OFF, OFF_KINDS
+from training.acceptance_presets import load_preset
+from training.cli import (
+    OneLineParser,
+    check_output,
+    one_line_warnings,
+    print_error,
+    print_warning,
+)
 from training.fit import MIN_ROWS
 from training.fitting import calibrate
+from training.log_rounds import ERAS
+from training.plot import check_plot, plot
 from training.report import print_report
-from training.sources import read_sources
+from training.sources import Sources, read_sources
 from training.tables import (
     DEFAULT_ACCEPT_RATE,
     DEFAULT_NUM_STEPS,
@@ -52,60 +62,147 @@ def _accept_len(text: str) -> float:
     return value
 
 
+def _depth(text: str) -> tuple[str | None, int]:
+    """Parse ``N``, ``off``, ``FILE=N`` or ``FILE=off``."""
+    name, _, value = text.rpartition("=")
+    steps = 0 if value == OFF else int(value) if value.isdecimal() else -1
+    if not 0 <= steps <= MAX_NUM_STEPS or (steps == 0 and value != OFF):
+        raise argparse.ArgumentTypeError(
+            f"expected 1 to {MAX_NUM_STEPS} or {OFF}, or FILE=N for one source, got {text!r}"
+        )
+    return name or None, steps
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m training.calibrate",
-        description="Fit a calibration from step traces, a throughput table, or both.",
+        description="Fit a calibration from step traces, SGLang server logs, outputs of SGLang's "
+        "benchmarks and CSV tables of throughput, in any mix.",
     )
     add = parser.add_argument
-    add("sources", nargs="+", type=Path, metavar="SOURCE", help="step traces, at most one CSV")
+    add("sources", nargs="+", type=Path, metavar="SOURCE", help="files of one system")
     add("-o", "--output", required=True, type=Path, metavar="FILE", help="calibration to write")
     add("--name", default=None, help="name of the calibration (default: the output's stem)")
+    add("--plot", type=Path, default=None, metavar="FILE.png", help="also draw the fit")
     add("--kv-capacity-tokens", type=_positive, default=None, help="tokens of the KV cache")
     add("--chunk-tokens", type=_positive, default=None, help="most new tokens of a prefill batch")
     add("--notes", default="", help="kept in the calibration's source")
     add("--min-rows", type=_positive, default=MIN_ROWS, help="fewest rounds a tier (%(default)s)")
-    table = parser.add_argument_group("what a table does not say")
-    table.add_argument(
-        "--num-steps",
-        type=int,
-        choices=range(1, MAX_NUM_STEPS + 1),
-        default=DEFAULT_NUM_STEPS,
-        metavar="N",
-        help="depth of rows whose num_steps is 'on' (%(default)s)",
+    add("--acceptance", metavar="PRESET", help="acceptance of a public draft, not of the sources")
+    add(
+        "--costs-only",
+        action="store_true",
+        help="write no acceptance and no measured regions, as before version 0.2",
     )
-    table.add_argument(
+    told = parser.add_argument_group("what the sources do not say")
+    told.add_argument(
+        "--num-steps",
+        type=_depth,
+        action="append",
+        default=[],
+        metavar="[FILE=]N",
+        help="draft steps of logs, benchmarks and table rows that do not say theirs, or off; may be "
+        f"given for each file (table rows that say 'on': {DEFAULT_NUM_STEPS})",
+    )
+    told.add_argument(
         "--accept-len",
         type=_accept_len,
         default=None,
-        help="accept length, bonus included, where the table has none (default: that of "
+        help="accept length, bonus included, where a table has none (default: that of "
         f"independent acceptance of {DEFAULT_ACCEPT_RATE} a draft token)",
     )
-    table.add_argument(
+    told.add_argument(
         "--speculative-max-running-requests",
         type=_positive,
         default=SPECULATIVE_MAX_RUNNING,
         metavar="N",
-        help="most running requests with speculation (%(default)s, as in SGLang)",
+        help="most running requests with speculation, for tables (%(default)s, as in SGLang)",
+    )
+    told.add_argument(
+        "--zero-steps", choices=OFF_KINDS, help="what a num_steps of 0 in a table means"
+    )
+    told.add_argument(
+        "--column",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="which column of a table is NAME (num_steps, concurrency, throughput_tok_s, ...)",
+    )
+    told.add_argument(
+        "--where",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="COLUMN=TEXT",
+        help="use only rows of a table whose COLUMN contains TEXT",
     )
     return parser
+
+
+def _options(args: argparse.Namespace) -> TableOptions:
+    return TableOptions(
+        num_steps=next((steps for name, steps in reversed(args.num_steps) if not name), None),
+        num_steps_of={Path(name).name: steps for name, steps in args.num_steps if name},
+        accept_len=args.accept_len,
+        speculative_max_running=args.speculative_max_running_requests,
+        zero_steps=args.zero_steps,
+        columns=dict(args.column),
+        where=tuple(args.where),
+    )
+
+
+def _warn(sources: Sources) -> None:
+    """Say what was left out of each file, and which era a log is of."""
+    for log in sources.logs:
+        era = f", era {log.era} ({ERAS[log.era]})" if log.era else ""
+        print(
+            f"{log.path}: tier {log.tier}{era}; {log.num_decode - sum(log.unusable.values())} of "
+            f"{log.num_decode} decode lines give a round time"
+        )
+        if log.unusable:
+            shown = ", ".join(f"{count} {why}" for why, count in log.unusable.items())
+            print_warning(f"{log.path}: decode lines left out: {shown}")
+        if log.num_broken:
+            print_warning(f"{log.path}: {log.num_broken} broken lines left out")
+    for bench in sources.benches:
+        if bench.left_out:
+            shown = ", ".join(f"{count} {why}" for why, count in bench.left_out.items())
+            print_warning(f"{bench.path}: records left out: {shown}")
+    for table in sources.tables:
+        if table.left_out:
+            shown = ", ".join(f"{count} {why}" for why, count in table.left_out.items())
+            print_warning(f"{table.path}: rows without a round time: {shown}")
+    for source in (*sources.logs, *sources.benches):
+        if source.truncated:
+            print_warning(f"{source.path}: the gzip stream is cut; what came before is used")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
         args = _parser().parse_args(argv)
-        options = TableOptions(
-            args.num_steps, args.accept_len, args.speculative_max_running_requests
-        )
+        options = _options(args)
         check_output(
             args.output,
             args.sources,
             lambda value: isinstance(value, dict) and value.get("schema") == CALIBRATION_SCHEMA,
         )
-        sources = read_sources(args.sources, options)
+        if args.plot:
+            check_plot(args.plot)
+        preset = load_preset(args.acceptance) if args.acceptance else None
+        with one_line_warnings():
+            sources = read_sources(args.sources, options)
+        _warn(sources)
         origin: dict[str, object] = {"notes": args.notes}
-        if sources.table:
+        if sources.tables:
             origin["speculative_max_running_requests"] = options.speculative_max_running
         fitted = calibrate(
             sources,
@@ -114,12 +211,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_capacity_tokens=args.kv_capacity_tokens,
             chunk_tokens=args.chunk_tokens,
             source=origin,
+            acceptance=preset,
+            costs_only=args.costs_only,
         )
         print_report(fitted, Console())
         fitted.calibration.save(args.output)
+        if args.plot:
+            plot(fitted, args.plot)
     except (SpecGovernorError, OSError) as error:
         return print_error(error)
-    print(f"wrote {args.output}")
+    print(f"wrote {args.output}{f' and {args.plot}' if args.plot else ''}")
     return 0
 
 

@@ -1,13 +1,16 @@
 """How the commands of this package report bad input: one line on stderr, exit code 2."""
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from controller.errors import ConfigError
+from controller.trace import TraceWarning
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -50,3 +53,25 @@ def print_error(error: Exception) -> int:
     """Print an error as one line on stderr and return exit code 2."""
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
+
+
+def print_warning(text: str) -> None:
+    """Print a warning as one line on stderr."""
+    print("warning: " + " ".join(text.split()), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print the warnings of reading a trace as one line each, without Python's source line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TraceWarning)
+        before = warnings.showwarning
+
+        def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
+            if issubclass(category, TraceWarning):
+                print_warning(str(message))
+            else:
+                before(message, category, *rest, **more)
+
+        warnings.showwarning = show
+        yield

@@ -1,13 +1,14 @@
-"""From sources to a calibration: fit step traces and a table, and judge the fit."""
+"""From sources to a calibration: fit what was measured, and judge the fit."""
 
 import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from controller.acceptance_profile import AcceptanceProfile
 from controller.calibration import Calibration, PrefillCost, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
@@ -21,13 +22,18 @@ from training.fit import (
     robust_std,
     tier_order,
 )
-from training.prefill import PrefillFit, bursts_by_kind, fit_prefill
+from training.acceptance_sources import acceptance_of
+from training.points import Point, assumed_accept_len, fit_points, has_context_levels, regions_of
+from training.prefill import Burst, PrefillFit, bursts_by_kind, fit_prefill
 from training.samples import Samples, collect
 from training.sources import Sources, describe
-from training.tables import Table, assumed_accept_len, fit_table
 
 QUIET_SPREAD = 0.05
 """Relative spread up to which a cell counts as quiet."""
+FEW_FIGURES = 5
+"""Figures of a tier below which the report says how few they are."""
+KINDS = ("log", "benchmark", "table")
+"""Which points decide a tier that no trace covers: the first of these kinds that has any."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class Fitted:
         tiers: One report a tier that traces cover.
         dropped: Trace rows left out of the fit, by reason.
         prefill: Prefill fits by ``"native"`` and ``"speculative"``.
-        table: The table, if there was one.
+        points: Round times of logs, benchmarks and tables, used or not.
+        samples: Rounds of the traces by tier.
         remarks: Sentences for the reader.
     """
 
@@ -65,7 +72,8 @@ class Fitted:
     tiers: tuple[TierReport, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     prefill: Mapping[str, PrefillFit] = field(default_factory=dict)
-    table: Table | None = None
+    points: tuple[Point, ...] = ()
+    samples: Mapping[str, Samples] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
 
@@ -77,14 +85,27 @@ def calibrate(
     kv_capacity_tokens: int | None = None,
     chunk_tokens: int | None = None,
     source: Mapping[str, Any] | None = None,
+    acceptance: AcceptanceProfile | None = None,
+    costs_only: bool = False,
 ) -> Fitted:
-    """Fit a calibration; traces decide the tiers they cover, a table adds the others.
+    """Fit a calibration; traces decide the tiers they cover, other sources add the rest.
+
+    Args:
+        sources: What was measured.
+        name: Name of the calibration.
+        min_rows: Fewest rounds of a tier in the traces.
+        kv_capacity_tokens: Tokens of the KV cache; None if unknown.
+        chunk_tokens: Most new tokens of a prefill batch; None if unknown.
+        source: Added to the calibration's origin.
+        acceptance: Used instead of what the sources say.
+        costs_only: Leave out the acceptance and the regions.
 
     Raises:
         CalibrationError: If a tier or the prefill cost cannot be fitted.
     """
     costs: dict[str, TierCost] = {}
     reports: tuple[TierReport, ...] = ()
+    samples: Mapping[str, Samples] = {}
     dropped: Counter[str] = Counter()
     prefill: dict[str, PrefillFit] = {}
     remarks: list[str] = []
@@ -95,28 +116,28 @@ def calibrate(
         samples, dropped = collect(pairs, lambda size: _padded(graphs, size))
         check_enough(samples, min_rows)
         reports = _reports(samples)
-        costs = {report.cost.tier: report.cost for report in reports}
-        prefill = _prefill(pairs, remarks)
-    assumed: dict[str, float] = {}
-    if sources.table:
-        added = {c.tier: c for c in fit_table(sources.table) if c.tier not in costs}
-        assumed = {
-            tier: value
-            for tier, value in assumed_accept_len(sources.table).items()
-            if tier in added
-        }
-        costs |= added
-        remarks += [
-            f"tier {tier}: accept length {value:.3f} is assumed; only accept length over round "
-            "time is identified"
-            for tier, value in assumed.items()
-        ]
-        if sources.traces:
-            remarks.append(
-                f"tiers {', '.join(added) or 'none'} come from the table: its throughput includes "
-                "prefill, and the prefill cost comes on top of it"
-            )
+        for report in reports:
+            rounds = samples[report.cost.tier]
+            regions = regions_of(rounds.batch_size, rounds.context_tokens)
+            costs[report.cost.tier] = replace(report.cost, regions=regions)
+        prefill = _prefill(bursts_by_kind(pairs), remarks)
+    used = _used_points(sources.points, costs)
+    added = {cost.tier: cost for cost in fit_points(used)}
+    assumed = assumed_accept_len(used)
+    costs |= added
+    if not costs:
+        raise CalibrationError(
+            "expected round times, got none: the sources hold only accept lengths or unusable lines "
+            f"({_unusable(sources) or 'nothing else'}); add a step trace, or a log with steady decode"
+        )
+    _remark_on_points(used, assumed, bool(sources.traces), remarks)
+    if not sources.traces and any(log.bursts for log in sources.logs):
+        prefill = _prefill_of_logs(sources, remarks)
     zero = PrefillCost(0.0, 0.0)
+    if costs_only:
+        costs = {tier: replace(cost, regions=()) for tier, cost in costs.items()}
+    elif acceptance is None:
+        acceptance = acceptance_of(sources)
     calibration = Calibration(
         name=name,
         costs=tuple(sorted(costs.values(), key=lambda cost: tier_order(cost.tier))),
@@ -127,8 +148,60 @@ def calibrate(
         chunk_tokens=chunk_tokens,
         assumed_accept_len=assumed,
         source={**describe(sources), **(source or {})},
+        acceptance=None if costs_only else acceptance,
     )
-    return Fitted(calibration, reports, dropped, prefill, sources.table, tuple(remarks))
+    return Fitted(calibration, reports, dropped, prefill, sources.points, samples, tuple(remarks))
+
+
+def _used_points(points: Sequence[Point], covered: Mapping[str, TierCost]) -> list[Point]:
+    """Return the points of the tiers that no trace covers, of one kind a tier."""
+    kinds: dict[str, str] = {}
+    for kind in KINDS:
+        for point in points:
+            if point.kind == kind and point.tier not in covered:
+                kinds.setdefault(point.tier, kind)
+    return [point for point in points if kinds.get(point.tier) == point.kind]
+
+
+def _remark_on_points(
+    used: Sequence[Point], assumed: Mapping[str, float], traces: bool, remarks: list[str]
+) -> None:
+    remarks += [
+        f"tier {tier}: accept length {value:.3f} is assumed; only accept length over round "
+        "time is identified"
+        for tier, value in assumed.items()
+    ]
+    for kind in KINDS:
+        here = [point for point in used if point.kind == kind]
+        tiers = sorted({point.tier for point in here}, key=tier_order)
+        if traces and here:
+            names = ", ".join(tiers)
+            why = (
+                ": its throughput includes prefill, and the prefill cost comes on top of it"
+                if kind == "table"
+                else ""
+            )
+            remarks.append(f"tiers {names} come from the {kind}{why}")
+        for tier in tiers:
+            mine = [point for point in here if point.tier == tier]
+            if len(mine) < FEW_FIGURES:
+                remarks.append(f"tier {tier} rests on {len(mine)} figures of a {kind}")
+            contexts = [point for point in mine if point.context_tokens is not None]
+            if contexts and not has_context_levels(contexts):
+                remarks.append(
+                    f"tier {tier}: its {kind} has one context level a batch size, so no cost of "
+                    "context is fitted; round times hold at the contexts measured"
+                )
+
+
+def _unusable(sources: Sources) -> str:
+    found: Counter[str] = Counter()
+    for log in sources.logs:
+        for why, count in log.unusable.items():
+            found[f"decode lines {why}"] += count
+    for table in sources.tables:
+        found.update({f"rows {why}": count for why, count in table.left_out.items()})
+    return ", ".join(f"{count} {why}" for why, count in found.items())
 
 
 def _padded(sizes: Sequence[int] | None, size: int) -> int:
@@ -172,10 +245,18 @@ def _report(tier: str, samples: Samples, surface: Surface, judged: Surface) -> T
     return TierReport(cost, context, quiet_median, cells)
 
 
-def _prefill(
-    pairs: Sequence[tuple[TraceHeader, Sequence[Any]]], remarks: list[str]
-) -> dict[str, PrefillFit]:
-    bursts = bursts_by_kind(pairs)
+def _prefill_of_logs(sources: Sources, remarks: list[str]) -> dict[str, PrefillFit]:
+    bursts: dict[bool, list[Burst]] = {False: [], True: []}
+    for log in sources.logs:
+        bursts[log.tier != NATIVE] += log.bursts
+    try:
+        return _prefill(bursts, remarks)
+    except CalibrationError as error:
+        remarks.append(f"no prefill cost: {error}")
+        return {}
+
+
+def _prefill(bursts: Mapping[bool, Sequence[Burst]], remarks: list[str]) -> dict[str, PrefillFit]:
     kinds = {"native": bursts[False], "speculative": bursts[True]}
     fits, failures = {}, []
     for kind, found in kinds.items():

@@ -1,14 +1,21 @@
-"""Tables about a fitted calibration, for people."""
+"""Tables about a fitted calibration, for people: what was measured, predicted, and is trusted."""
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from controller.acceptance_profile import AcceptanceProfile
+from controller.calibration import Calibration
 from training.fitting import QUIET_SPREAD, Fitted, TierReport
+from training.points import Point
+
+MAX_ROWS = 60
+CONTEXTS_PER_REQUEST = (512, 2048, 8192)
+GRADES = {"measured": "M", "interpolated": "i", "extrapolated": "x"}
 
 
 def print_report(fitted: Fitted, console: Console) -> None:
-    """Print the held-out errors, noisy cells, prefill, table rows and extrapolation limits."""
+    """Print the held-out errors, noisy cells, prefill, figures, acceptance and trust."""
     if fitted.tiers:
         console.print(_tiers(fitted))
         left_out = ", ".join(f"{count} {why}" for why, count in fitted.dropped.items() if count)
@@ -23,17 +30,36 @@ def print_report(fitted: Fitted, console: Console) -> None:
             f"({fit.num_outliers} outliers left out), median error {fit.median_error:.1%}.",
             highlight=False,
         )
-    if fitted.table:
-        console.print(_table_rows(fitted))
-    for report in fitted.tiers:
-        sizes = report.cost.batch_sizes
+    by_file: dict[str, list[Point]] = {}
+    for point in fitted.points:
+        by_file.setdefault(point.where.rsplit(":", 1)[0], []).append(point)
+    for file, points in by_file.items():
+        console.print(_points(fitted.calibration, file.rsplit("/", 1)[-1], points))
+    if fitted.calibration.acceptance:
+        console.print(_acceptance(fitted.calibration.acceptance))
+    console.print(_trust(fitted.calibration))
+    for cost in fitted.calibration.costs:
+        sizes = cost.batch_sizes
+        context = (
+            f"above {cost.max_context_tokens} context tokens"
+            if cost.max_context_tokens
+            else "says nothing of contexts"
+        )
         console.print(
-            f"Tier {report.cost.tier} extrapolates outside batch sizes {sizes[0]} to {sizes[-1]} "
-            f"and above {report.context_range[1]} context tokens.",
+            f"Tier {cost.tier} extrapolates outside batch sizes {sizes[0]} to {sizes[-1]} and "
+            f"{context}.",
             highlight=False,
         )
     for remark in fitted.remarks:
         console.print(f"Note: {escape(remark)}.", highlight=False)
+
+
+def break_even(calibration: Calibration, tier: str, batch_size: int, context: int) -> float | None:
+    """Return the accept length from which a tier beats no speculation; None without native."""
+    if "native" not in calibration.tier_names:
+        return None
+    native = calibration.step_s("native", batch_size, context)
+    return calibration.step_s(tier, batch_size, context) / native
 
 
 def _tiers(fitted: Fitted) -> RichTable:
@@ -71,23 +97,79 @@ def _noisy(reports: tuple[TierReport, ...]) -> RichTable:
     return table
 
 
-def _table_rows(fitted: Fitted) -> RichTable:
-    table = RichTable(title="Throughput, tokens/s")
-    for name in ("tier", "concurrency", "batch size", "accept length", "table", "predicted"):
+def _points(calibration: Calibration, file: str, points: list[Point]) -> RichTable:
+    """Compare the figures of a log, benchmark or table with the calibration, by cell."""
+    cells: dict[tuple[str, int, int], list[Point]] = {}
+    for point in points:
+        level = (point.context_tokens or 0).bit_length()
+        cells.setdefault((point.tier, point.batch_size, level), []).append(point)
+    shown = list(cells.items())[:MAX_ROWS]
+    table = RichTable(
+        title=f"{escape(file)}: throughput, tokens/s",
+        caption=f"{len(cells) - len(shown)} more rows" if len(cells) > len(shown) else None,
+    )
+    for name in ("tier", "batch size", "context", "figures", "accept length"):
         table.add_column(name, justify="right", overflow="fold")
-    table.add_column("error", justify="right")
-    for row in fitted.table.rows if fitted.table else ():
-        step_s = fitted.calibration.step_s(row.tier, row.batch_size, 0)
-        predicted = row.accept_len * row.batch_size / step_s
+    for name in ("measured", "predicted", "error"):
+        table.add_column(name, justify="right")
+    for (tier, batch, _), here in shown:
+        context = round(sum(point.context_tokens or 0 for point in here) / len(here))
+        accept_len = sum(point.accept_len for point in here) / len(here)
+        # Rounds add up, so the mean is over the time of a token.
+        measured = batch * len(here) / sum(point.step_s / point.accept_len for point in here)
+        predicted = accept_len * batch / calibration.step_s(tier, batch, context)
         table.add_row(
-            row.tier,
-            str(row.concurrency),
-            str(row.batch_size),
-            f"{row.accept_len:.2f}{' assumed' if row.assumed else ''}",
-            f"{row.throughput:.1f}",
+            tier,
+            str(batch),
+            "-" if here[0].context_tokens is None else str(context),
+            str(len(here)),
+            f"{accept_len:.2f}{' assumed' if here[0].assumed else ''}",
+            f"{measured:.1f}",
             f"{predicted:.1f}",
-            f"{predicted / row.throughput - 1.0:+.1%}",
+            f"{predicted / measured - 1.0:+.1%}",
         )
+    return table
+
+
+def _acceptance(profile: AcceptanceProfile) -> RichTable:
+    rates = ", ".join(f"{rate:.2f}" for rate in profile.accept_rate_by_position)
+    table = RichTable(
+        title=f"Acceptance ({'simulated, ' if profile.simulated else ''}{escape(profile.source)})",
+        caption=f"accept rate by position: {rates}",
+    )
+    for name in ("draft steps", "accept length", "figures", "between requests", "drift"):
+        table.add_column(name, justify="right", overflow="fold")
+    for depth in profile.depths:
+        drift = "-"
+        if depth.drift_spread is not None and depth.drift_time_s is not None:
+            drift = f"{depth.drift_spread:.2f} over {depth.drift_time_s:.1f} s"
+        spread = "-" if depth.request_spread is None else f"{depth.request_spread:.2f}"
+        table.add_row(
+            str(depth.num_steps), f"{depth.accept_len:.2f}", str(depth.count), spread, drift
+        )
+    return table
+
+
+def _trust(calibration: Calibration) -> RichTable:
+    sizes = sorted({size for cost in calibration.costs for size in cost.batch_sizes})
+    edges = [1 << power for power in range(sizes[-1].bit_length() + 1)]
+    contexts = ", ".join(map(str, CONTEXTS_PER_REQUEST))
+    table = RichTable(
+        title=f"Trust at {contexts} context tokens a request",
+        caption="M measured, i interpolated, x extrapolated",
+    )
+    table.add_column("tier", justify="right")
+    for size in edges:
+        table.add_column(str(size), justify="center")
+    for cost in calibration.costs:
+        grades = [
+            "".join(
+                GRADES[calibration.trust(cost.tier, size, size * context)]
+                for context in (CONTEXTS_PER_REQUEST if cost.max_context_tokens else (0,))
+            )
+            for size in edges
+        ]
+        table.add_row(cost.tier, *grades)
     return table
 
 

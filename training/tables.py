@@ -1,109 +1,109 @@
-"""Costs from a table of closed-loop throughput, for systems that no step trace exists of.
+"""Costs and acceptance from a table of closed-loop throughput.
 
 With a fixed number of requests in flight every round advances ``batch`` requests by the accept
-length, so ``step_s = accept_len * batch / throughput``. Only accept length over round time is
-identified: where the table gives no accept length one is assumed and recorded. A table has no
-context axis and its throughput includes prefill, so the fitted context slope, prefill cost and
-noise are zero.
+length, so ``step_s = accept_len * batch / throughput``; where a row gives no throughput but a time
+per output token, ``step_s = accept_len * tpot``. Only accept length over round time is identified:
+where the table gives no accept length one is assumed and recorded. Throughput includes prefill, so
+the fitted prefill cost and noise are zero.
 
-CSV columns, in any order, others ignored:
+CSV columns, in any order, others ignored; :mod:`training.columns` knows their other names:
 
 ``num_steps``
     ``off`` (no speculation), ``on`` (speculation of a depth that the table does not say), a number
-    of draft steps, or ``warm`` / ``cold`` for SGLang's two kinds of zero-step tier.
+    of draft steps, or ``warm`` / ``cold`` for SGLang's two kinds of zero-step tier. ``0`` may mean any
+    of the three kinds of off: it is told, or read as ``off`` where ``config`` says so. Rows of a depth
+    that changes (``adaptive``) are left out.
 ``concurrency``
-    Requests in flight, at least 1.
-``throughput_tok_s``
-    Output tokens a second of the whole server.
+    Requests in flight, at least 1; rows without give their accept length only.
+``throughput_tok_s``, ``per_request_tok_s``, ``tpot_ms`` or ``tpot_s``
+    Output tokens a second of the whole server, or of one request; time per output token.
 ``accept_len`` (optional, may be empty)
     Accept length, bonus token included.
+``accept_by_position`` (optional)
+    Chances that each draft token is reached and accepted, separated by spaces.
+``context_tokens`` (optional)
+    Mean context of a request.
+``hardware``, ``model``, ``config`` (optional)
+    The system: one value a table, one ``config`` a tier.
 """
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from controller.calibration import TierCost
+from controller.acceptance_profile import DepthAcceptance
 from controller.errors import CalibrationError, TierError
-from controller.tiers import NATIVE, tier_of
-from training.batch_curve import curve, knots
-from training.fit import tier_order
-from training.isotonic import pool_adjacent_violators, project_monotone
+from controller.tiers import MAX_NUM_STEPS, NATIVE, OFF, tier_of
+from training.columns import map_columns
+from training.points import Point, check_step
+from training.textfile import TextFile
 
-COLUMNS = ("num_steps", "concurrency", "throughput_tok_s")
 DEFAULT_NUM_STEPS = 3
 DEFAULT_ACCEPT_RATE = 0.7
 SPECULATIVE_MAX_RUNNING = 48
 """Running requests that SGLang allows with speculation unless told otherwise."""
-
-MIN_STEP_S = 1e-4
-MAX_STEP_S = 10.0
-"""Rounds outside these are taken for a table in other units or with swapped columns."""
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One usable row.
-
-    Attributes:
-        line: Its line in the file.
-        tier: Tier name.
-        concurrency: Requests in flight.
-        batch_size: Requests that run at once.
-        throughput: Output tokens a second.
-        accept_len: Accept length, bonus included.
-        assumed: Whether the accept length is assumed.
-    """
-
-    line: int
-    tier: str
-    concurrency: int
-    batch_size: int
-    throughput: float
-    accept_len: float
-    assumed: bool
-
-    @property
-    def step_s(self) -> float:
-        """Seconds a round by the closed-loop identity."""
-        return self.accept_len * self.batch_size / self.throughput
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table's rows and what its optional columns say of the system.
-
-    Attributes:
-        path: The file.
-        rows: Every row.
-        hardware: From a ``hardware`` column; None if absent or mixed.
-        model: The same from ``model``.
-    """
-
-    path: Path
-    rows: tuple[TableRow, ...]
-    hardware: str | None
-    model: str | None
+CHANGING = ("adaptive", "auto", "autospec", "dynamic", "threshold")
+NO_SPECULATION = re.compile(r"\b(no[ _-]?spec\w*|without spec\w*|baseline|vanilla|off)\b", re.I)
+DECODING_SHARE = (0.05, 1.5)
+"""Plausible ``throughput * TPOT / concurrency``: the share of requests that are decoding."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What a table does not say.
+    """What sources do not say.
 
     Attributes:
-        num_steps: Depth of rows whose ``num_steps`` is ``on``.
+        num_steps: Depth of rows and logs that do not say theirs, 0 for none; None if not given.
+        num_steps_of: The same by file name, which comes first.
         accept_len: Accept length of speculative rows that give none; None for independent
             acceptance of ``DEFAULT_ACCEPT_RATE`` a draft token.
         speculative_max_running: Most running requests with speculation.
+        zero_steps: What a ``num_steps`` of 0 means: ``"native"``, ``"warm"`` or ``"cold"``; None to
+            go by ``config``.
+        columns: Names of a table's columns by the names above.
+        where: Pairs of a column and a text; only rows whose column contains it count.
     """
 
-    num_steps: int = DEFAULT_NUM_STEPS
+    num_steps: int | None = None
+    num_steps_of: Mapping[str, int] = field(default_factory=dict)
     accept_len: float | None = None
     speculative_max_running: int = SPECULATIVE_MAX_RUNNING
+    zero_steps: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    where: tuple[tuple[str, str], ...] = ()
+
+    def depth(self, path: Path) -> int | None:
+        """Return the depth that was told for a file."""
+        return self.num_steps_of.get(path.name, self.num_steps)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table's round times and acceptance, and what it says of the system.
+
+    Attributes:
+        path: The file.
+        sha256: Hash of its decompressed content.
+        points: Round times.
+        depths: Acceptance by depth, where the table gives it.
+        accept_by_position: Chance that each draft token is reached and accepted; may be empty.
+        left_out: Rows without a round time, by reason.
+        hardware: From a ``hardware`` column; None if absent.
+        model: The same from ``model``.
+    """
+
+    path: Path
+    sha256: str
+    points: tuple[Point, ...]
+    depths: tuple[DepthAcceptance, ...]
+    accept_by_position: tuple[float, ...]
+    left_out: Mapping[str, int]
+    hardware: str | None
+    model: str | None
 
 
 def expected_accept_len(num_steps: int, accept_rate: float = DEFAULT_ACCEPT_RATE) -> float:
@@ -123,150 +123,231 @@ def read_table(path: Path, options: TableOptions | None = None) -> Table:
         CalibrationError: If columns are missing or a value makes no sense; names the line.
     """
     options = options or TableOptions()
+    file = TextFile(path)
+    reader = _Rows(path, options)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = [str(name) for name in reader.fieldnames or ()]
-            missing = [name for name in COLUMNS if name not in columns]
-            if missing:
-                raise CalibrationError(
-                    f"{path}: expected a CSV with columns {', '.join(COLUMNS)}, got "
-                    f"{', '.join(columns)[:120] or 'an empty file'}; add {', '.join(missing)}"
-                )
-            numbered = [(reader.line_num, row) for row in reader]
-    except OSError as error:
-        raise CalibrationError(
-            f"{path}: cannot be read ({error.strerror}); give a CSV file"
-        ) from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        rows = csv.DictReader(_texts(file), strict=True)
+        mapping = map_columns(path, [str(name) for name in rows.fieldnames or ()], options.columns)
+        reader.check_filters(rows.fieldnames or ())
+        count = 0
+        for row in rows:
+            count += 1
+            named = {name: (row.get(column) or "").strip() for name, column in mapping.items()}
+            if reader.selects(row):
+                reader.take(f"{path}:{rows.line_num}", named)
+    except csv.Error as error:
         raise CalibrationError(f"{path}: expected a CSV in UTF-8, got {error}") from error
-    if not numbered:
+    if not count:
         raise CalibrationError(f"{path}: expected rows below the column names, got none")
-    rows = tuple(_row(path, line, row, options) for line, row in numbered)
-    return Table(
-        path,
-        rows,
-        _single(row.get("hardware") for _, row in numbered),
-        _single(row.get("model") for _, row in numbered),
-    )
+    return reader.finish(str(file.sha256))
 
 
-def _single(values: Iterable[str | None]) -> str | None:
-    found = {value for value in values if value}
-    return found.pop() if len(found) == 1 else None
+def _texts(file: TextFile) -> Iterator[str]:
+    for number, line in file.lines():
+        yield (line.removeprefix("\ufeff") if number == 1 else line) + "\n"
 
 
-def fit_table(table: Table) -> tuple[TierCost, ...]:
-    """Return the cost of every tier of a table; rows at one batch size are averaged."""
-    names = sorted({row.tier for row in table.rows}, key=tier_order)
-    sizes = sorted({row.batch_size for row in table.rows})
-    values = np.full((len(names), len(sizes)), np.nan)
-    for i, name in enumerate(names):
-        for j, size in enumerate(sizes):
-            steps = [r.step_s for r in table.rows if r.tier == name and r.batch_size == size]
-            if steps:
-                values[i, j] = np.mean(steps)
-    weights = np.nan_to_num(values, nan=1.0) ** -2.0
-    ordered = [i for i, name in enumerate(names) if name != NATIVE]
-    if ordered:
-        values[ordered] = project_monotone(values[ordered], weights[ordered])
-    if NATIVE in names:
-        native = names.index(NATIVE)
-        here = ~np.isnan(values[native])
-        values[native, here] = pool_adjacent_violators(values[native, here], weights[native, here])
-    costs = []
-    for i, name in enumerate(names):
-        here = ~np.isnan(values[i])
-        measured = np.array(sizes, np.float64)[here]
-        at = knots(measured)
-        base_s = curve(measured, values[i, here], at.astype(np.float64))
-        costs.append(
-            TierCost(
-                tier=name,
-                batch_sizes=tuple(at.tolist()),
-                base_s=tuple(float(f"{value:.7g}") for value in base_s),
-                context_s_per_token=0.0,
-                relative_noise=(0.0,) * len(at),
-                max_context_tokens=0,
-                num_rows=sum(row.tier == name for row in table.rows),
-            )
+class _Rows:
+    def __init__(self, path: Path, options: TableOptions) -> None:
+        self.path = path
+        self.options = options
+        self.points: list[Point] = []
+        self.left_out: Counter[str] = Counter()
+        self.accept_by_position: tuple[float, ...] = ()
+        self._lengths: dict[int, list[float]] = {}
+        self._systems: dict[str, dict[str, str]] = {"hardware": {}, "model": {}}
+        self._configs: dict[str, dict[str, str]] = {}
+
+    def check_filters(self, columns: object) -> None:
+        names = [str(name) for name in columns]  # type: ignore[attr-defined]
+        for column, text in self.options.where:
+            if column not in names:
+                raise CalibrationError(
+                    f"{self.path}: --where {column}={text}: expected one of the columns "
+                    f"{', '.join(names)[:200]}"
+                )
+
+    def selects(self, row: Mapping[str, str | None]) -> bool:
+        return all(
+            text.lower() in (row.get(column) or "").lower() for column, text in self.options.where
         )
-    return tuple(costs)
 
+    def take(self, where: str, row: Mapping[str, str]) -> None:
+        tier = self._tier(where, row)
+        if tier is None:
+            return
+        for name, seen in self._systems.items():
+            if row.get(name):
+                seen.setdefault(row[name], where)
+        accept_len, assumed = self._accept_len(where, row, tier)
+        if not assumed and tier_of(tier).num_steps:
+            self._lengths.setdefault(tier_of(tier).num_steps, []).append(accept_len)
+        point = self._point(where, row, tier, accept_len, assumed)
+        if isinstance(point, Point):
+            self.points.append(point)
+        else:
+            self.left_out[point] += 1
+        if row.get("config") and (isinstance(point, Point) or not assumed):
+            self._configs.setdefault(tier, {}).setdefault(row["config"], where)
 
-def assumed_accept_len(table: Table) -> dict[str, float]:
-    """Return the assumed accept length by tier name.
-
-    Raises:
-        CalibrationError: If a tier has rows both with and without an accept length.
-    """
-    result = {}
-    for name in sorted({row.tier for row in table.rows if row.assumed}, key=tier_order):
-        rows = [row for row in table.rows if row.tier == name]
-        if not all(row.assumed for row in rows):
-            line = next(row.line for row in rows if row.assumed)
+    def finish(self, sha256: str) -> Table:
+        for label, seen in [*self._systems.items(), *self._configs.items()]:
+            if len(seen) > 1:
+                column = label if label in self._systems else "config"
+                (a, _), (b, at) = list(seen.items())[:2]
+                of = "" if column == label else f" for tier {label}"
+                raise CalibrationError(
+                    f"{at}: {column} is {b[:60]!r} but {a[:60]!r} before{of}; calibrate each system on "
+                    f"its own, with --where {column}=TEXT"
+                )
+        if not self.points and not self._lengths:
+            shown = ", ".join(f"{count} {why}" for why, count in self.left_out.items())
             raise CalibrationError(
-                f"{table.path}:{line}: expected an accept_len as in the other rows of tier {name}, "
-                "got none; fill it in, or empty the whole column"
+                f"{self.path}: expected rows with a round time or an accept length, got none "
+                f"({shown or 'no row that --where selects'}); correct the table or the options"
             )
-        result[name] = rows[0].accept_len
-    return result
+        depths = tuple(
+            DepthAcceptance(steps, float(f"{sum(found) / len(found):.4g}"), len(found))
+            for steps, found in sorted(self._lengths.items())
+        )
+        systems = {name: next(iter(seen), None) for name, seen in self._systems.items()}
+        return Table(
+            path=self.path,
+            sha256=sha256,
+            points=tuple(self.points),
+            depths=depths,
+            accept_by_position=self.accept_by_position,
+            left_out=dict(self.left_out),
+            hardware=systems["hardware"],
+            model=systems["model"],
+        )
+
+    def _tier(self, where: str, row: Mapping[str, str]) -> str | None:
+        """Return a row's tier, or None if it is left out."""
+        text = row["num_steps"].lower()
+        told = self.options.depth(self.path)
+        name = text
+        if text in CHANGING:
+            self.left_out["of a changing depth (column num_steps)"] += 1
+            return None
+        if text == OFF or (text in ("", "on") and told == 0):
+            name = NATIVE
+        elif text == "on" or (text == "" and told):
+            name = str(told or DEFAULT_NUM_STEPS)
+        elif text == "0":
+            kind = self.options.zero_steps
+            if kind is None and NO_SPECULATION.search(row.get("config", "")):
+                kind = NATIVE
+            if kind is None:
+                raise CalibrationError(
+                    f"{where}: column num_steps: expected off, warm or cold, got '0', which may mean "
+                    "any of them; give --zero-steps"
+                )
+            name = kind
+        elif text.isdecimal() and int(text) > MAX_NUM_STEPS:
+            self.left_out[f"deeper than {MAX_NUM_STEPS} (column num_steps)"] += 1
+            return None
+        try:
+            return tier_of(name).name
+        except TierError as error:
+            raise CalibrationError(
+                f"{where}: column num_steps: expected off, on, a number of draft steps from 1 to "
+                f"{MAX_NUM_STEPS}, warm or cold, got {text[:40] or 'nothing'!r}; remove the row, "
+                "correct it, or give --num-steps"
+            ) from error
+
+    def _accept_len(self, where: str, row: Mapping[str, str], tier: str) -> tuple[float, bool]:
+        """Return the accept length of a row, and whether it is assumed."""
+        num_steps = tier_of(tier).num_steps
+        given = row.get("accept_len", "")
+        positions = row.get("accept_by_position", "").split()
+        if positions and num_steps:
+            shares = tuple(_positive(where, "accept_by_position", text) for text in positions)
+            falling = all(a >= b for a, b in zip((1.0, *shares), shares, strict=False))
+            if len(shares) != num_steps or not falling:
+                raise CalibrationError(
+                    f"{where}: column accept_by_position: expected {num_steps} falling chances up "
+                    f"to 1, got {' '.join(positions)[:60]}"
+                )
+            if len(shares) > len(self.accept_by_position):
+                self.accept_by_position = shares
+            given = given or str(1.0 + sum(shares))
+        if given:
+            accept_len = _positive(where, "accept_len", given)
+        elif not num_steps:
+            accept_len = 1.0
+        elif self.options.accept_len is None:
+            accept_len = expected_accept_len(num_steps)
+        else:
+            accept_len = self.options.accept_len
+        if not 1.0 <= accept_len <= num_steps + 1:
+            raise CalibrationError(
+                f"{where}: accept length: expected 1 to {num_steps + 1} for tier {tier} (bonus "
+                f"token included), got {accept_len:g}; correct the table or --accept-len"
+            )
+        return accept_len, bool(num_steps) and not given
+
+    def _point(
+        self, where: str, row: Mapping[str, str], tier: str, accept_len: float, assumed: bool
+    ) -> Point | str:
+        """Return a row's round time, or why it has none."""
+        if not row["concurrency"]:
+            return "without a concurrency"
+        concurrency = _positive(where, "concurrency", row["concurrency"])
+        if concurrency != int(concurrency):
+            raise CalibrationError(
+                f"{where}: column concurrency: expected an integer, got {concurrency}; check that "
+                "the columns are not swapped"
+            )
+        throughput = _optional(where, "throughput_tok_s", row)
+        each = _optional(where, "per_request_tok_s", row)
+        tpot_ms, tpot_s = _optional(where, "tpot_ms", row), _optional(where, "tpot_s", row)
+        if tpot_s is None and tpot_ms is not None:
+            tpot_s = tpot_ms / 1000.0
+        if throughput is None and each is not None:
+            throughput = each * concurrency
+        limit = math.inf if tier == NATIVE else self.options.speculative_max_running
+        batch_size = int(min(concurrency, limit))
+        if throughput is not None:
+            what = f"concurrency {concurrency:g} at {throughput:g} tokens/s"
+            step_s = accept_len * batch_size / throughput
+            _check_share(where, throughput, tpot_s, concurrency)
+        elif tpot_s is not None:
+            what, step_s = f"a time per output token of {tpot_s:g} s", accept_len * tpot_s
+        elif row.get("accept_len") or row.get("accept_by_position"):
+            return "with an accept length only"
+        else:
+            _positive(where, "throughput_tok_s", row.get("throughput_tok_s"))
+            raise AssertionError("unreachable: an empty figure is no number")
+        context = _optional(where, "context_tokens", row)
+        return Point(
+            where=where,
+            kind="table",
+            tier=tier,
+            concurrency=int(concurrency),
+            batch_size=batch_size,
+            context_tokens=None if context is None else round(context * batch_size),
+            step_s=check_step(where, step_s, what),
+            accept_len=accept_len,
+            assumed=assumed,
+            throughput=throughput,
+        )
 
 
-def _row(path: Path, line: int, row: Mapping[str, str | None], options: TableOptions) -> TableRow:
-    where = f"{path}:{line}"
-    tier = _tier(where, row.get("num_steps") or "", options)
-    concurrency = _positive(where, "concurrency", row.get("concurrency"))
-    if concurrency != int(concurrency):
+def _check_share(where: str, throughput: float, tpot_s: float | None, concurrency: float) -> None:
+    if tpot_s is None:
+        return
+    share = throughput * tpot_s / concurrency
+    if not DECODING_SHARE[0] <= share <= DECODING_SHARE[1]:
         raise CalibrationError(
-            f"{where}: column concurrency: expected an integer, got {concurrency}; check that the "
-            "columns are not swapped"
+            f"{where}: expected throughput, concurrency and time per output token to agree, but "
+            f"{throughput:g} tokens/s times {tpot_s:g} s is {share:.3g} of {concurrency:g} requests; "
+            "check the units (ms against s) and that the columns are not swapped"
         )
-    throughput = _positive(where, "throughput_tok_s", row.get("throughput_tok_s"))
-    given = (row.get("accept_len") or "").strip()
-    num_steps = tier_of(tier).num_steps
-    if given:
-        accept_len = _positive(where, "accept_len", given)
-    elif not num_steps:
-        accept_len = 1.0
-    else:
-        accept_len = (
-            expected_accept_len(num_steps) if options.accept_len is None else options.accept_len
-        )
-    if not 1.0 <= accept_len <= num_steps + 1:
-        raise CalibrationError(
-            f"{where}: accept length: expected 1 to {num_steps + 1} for tier {tier} (bonus token "
-            f"included), got {accept_len:g}; correct the table or --accept-len"
-        )
-    limit = math.inf if tier == NATIVE else options.speculative_max_running
-    result = TableRow(
-        line=line,
-        tier=tier,
-        concurrency=int(concurrency),
-        batch_size=int(min(concurrency, limit)),
-        throughput=throughput,
-        accept_len=accept_len,
-        assumed=bool(num_steps) and not given,
-    )
-    if not MIN_STEP_S <= result.step_s <= MAX_STEP_S:
-        raise CalibrationError(
-            f"{where}: expected rounds of {MIN_STEP_S} to {MAX_STEP_S:g} seconds, but concurrency "
-            f"{concurrency:g} at {throughput:g} tokens/s gives {result.step_s:g}; check that the "
-            "columns are not swapped"
-        )
-    return result
 
 
-def _tier(where: str, text: str, options: TableOptions) -> str:
-    text = text.strip().lower()
-    name = {"off": NATIVE, "on": str(options.num_steps)}.get(text, text)
-    try:
-        return tier_of(name).name
-    except TierError as error:
-        raise CalibrationError(
-            f"{where}: column num_steps: expected off, on, a number of draft steps from 1 to 7, "
-            f"warm or cold, got {text[:40]!r}; remove the row or correct it"
-        ) from error
+def _optional(where: str, column: str, row: Mapping[str, str]) -> float | None:
+    return _positive(where, column, row[column]) if row.get(column) else None
 
 
 def _positive(where: str, column: str, text: str | None) -> float:
