@@ -1,27 +1,34 @@
-"""Round time between and beyond a few measured batch sizes: a power mean of latency and throughput.
+"""Round time between and beyond a few measured batch sizes, as throughput tables give them.
 
-A round is bound by latency (weights, launches) in small batches and by throughput in large ones.
-Both bounds meet softly, as ``step_s = (a**K + (s * batch)**K)**(1/K)``: with ``K = 1`` the two
-simply add, with large ``K`` the larger one counts (a roofline). Mixture-of-experts models read more
-experts with every token of a small batch, so their rounds grow faster there than a sum of both
-bounds does, which asks for ``K < 1``. ``step_s**K`` is linear in ``batch**K``, so between two
-measured batch sizes the curve is a chord in these coordinates, and beyond the ends the end chords
-go on. Chords pass through every measurement and cross no other curve that they do not cross at the
-measured sizes, so curves ordered by depth stay ordered between common sizes.
+Between two of them the curve is
 
-``K = 0.6`` was chosen with published tables of four models at hand, each predicted in halves
-(``python -m training.validate``); 0.55 to 0.7 do about as well there, 0.5 and 1 worse.
+    batch / step_s = peak * exp(-latency / step_s)
+
+with ``peak`` and ``latency`` from the two points: the logarithm of what a round yields is linear in
+the reciprocal of its time. For long rounds that is ``step_s = latency + batch / peak``, the sum of
+a latency bound and a throughput bound. In small batches that sum is too flat: rounds grow from the
+first added request on, since mixture-of-experts models read more experts with every token of a
+batch, and here they do. ``d log(step_s) / d log(batch) = step_s / (step_s + latency)``, which rises
+from 0 to 1 with the load and has no constant to be chosen. Below the smallest measured batch size
+the first curve goes on. Above the largest the chord of the last two points does: a straight line is
+the careful guess where throughput may be about to stop growing.
+
+Where a larger batch yields less in all (noise, or a limit of running requests that the source does
+not name) no such curve exists, and the two points are joined by a power law.
+
+The form was chosen among power means of both bounds and Box-Cox transforms of both axes with
+published tables of five systems at hand, each predicted in halves: ``python -m training.validate``.
 
 A calibration is piecewise linear, so the curve becomes knots at powers of two and half-way between
-them, from batch size 1 to twice the largest measured one.
+them, from batch size 1 to the largest measured one, and one at twice that.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-EXPONENT = 0.6
 REACH = 2
-"""How far beyond the largest measured batch size knots are added, as a factor."""
+"""How far beyond the largest measured batch size the last knot lies, as a factor."""
+BISECTIONS = 60
 
 Array = NDArray[np.float64]
 
@@ -38,26 +45,50 @@ def curve(batch_sizes: Array, step_s: Array, at: Array) -> Array:
         ``(m,)`` seconds, non-decreasing in ``at``; a single point gives a constant.
 
     Example:
-        >>> curve(np.array([1.0, 8.0]), np.array([1.0, 8.0]), np.array([4.0])).round(9).tolist()
-        [4.0]
+        >>> curve(np.array([4.0, 8.0]), np.array([1.0, 1.5]), np.array([2.0, 4.0, 16.0])).round(3)
+        array([0.711, 1.   , 2.5  ])
     """
     if len(batch_sizes) == 1:
         return np.full(len(at), step_s[0])
-    x, y, where = batch_sizes**EXPONENT, step_s**EXPONENT, at**EXPONENT
-    left = np.clip(np.searchsorted(x, where, side="right") - 1, 0, len(x) - 2)
-    slope = (y[left + 1] - y[left]) / (x[left + 1] - x[left])
-    # No smaller batch is slower a request: where noisy points are steeper than that, it bounds.
-    least = y[0] * np.minimum(where / x[0], 1.0)
-    value = np.maximum(y[left] + slope * (where - x[left]), least) ** (1.0 / EXPONENT)
+    left = np.clip(np.searchsorted(batch_sizes, at, side="right") - 1, 0, len(batch_sizes) - 2)
+    b1, b2 = batch_sizes[left], batch_sizes[left + 1]
+    t1, t2 = step_s[left], step_s[left + 1]
+    gain = np.log((b2 / t2) / (b1 / t1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        latency = gain / (1.0 / t1 - 1.0 / t2)
+    exponent = np.log(t2 / t1) / np.log(b2 / b1)
+    power = t1 * (at / b1) ** np.where(at < b1, np.minimum(exponent, 1.0), exponent)
+    value = np.where((gain > 0.0) & (t2 > t1), _solve(b1, t1, latency, t2, at), power)
+    beyond = at > batch_sizes[-1]
+    chord = (step_s[-1] - step_s[-2]) / (batch_sizes[-1] - batch_sizes[-2])
+    value[beyond] = step_s[-1] + chord * (at[beyond] - batch_sizes[-1])
     exact = np.isin(at, batch_sizes)
     value[exact] = step_s[np.searchsorted(batch_sizes, at[exact])]
     return np.asarray(value)
 
 
+def _solve(b1: Array, t1: Array, latency: Array, t2: Array, at: Array) -> Array:
+    """Find the time at which a curve through ``(b1, t1)`` with this latency reaches ``at``.
+
+    ``log(batch)`` rises with ``log(step_s)``, and no faster than it, so the time lies between
+    proportional growth and none.
+    """
+    low = np.log(t1) + np.minimum(np.log(at / b1), 0.0)
+    high = np.log(np.maximum(t1, t2))
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        batch = middle + latency * (1.0 / t1 - np.exp(-middle)) + np.log(b1 / t1)
+        short = batch < np.log(at)
+        low, high = np.where(short, middle, low), np.where(short, high, middle)
+    return np.asarray(np.exp(0.5 * (low + high)))
+
+
 def knots(batch_sizes: Array) -> NDArray[np.int64]:
     """Return the measured batch sizes and those at which the curve is tabulated, ascending."""
-    largest = REACH * int(batch_sizes[-1])
+    measured = batch_sizes.astype(np.int64)
+    if len(measured) == 1:
+        return measured
+    largest = int(measured[-1])
     powers = 2 ** np.arange(largest.bit_length())
     grid = np.concatenate([powers, 3 * powers // 2])
-    grid = grid[(grid >= 1) & (grid <= largest)]
-    return np.unique(np.concatenate([grid, batch_sizes.astype(np.int64)]))
+    return np.unique(np.concatenate([grid[grid <= largest], measured, [REACH * largest]]))

@@ -25,15 +25,16 @@ from controller.jsonfile import canonical_text, sha256_of, write_atomically
 from controller.trace import Trace, read_trace
 from training.cli import OneLineParser, check_output, print_error
 from training.samples import collect
-from training.tables import read_table
 from training.validation.cells import hold_out_cells
 from training.validation.closed_loop import simulate_cells
-from training.validation.halves import predict_halves
+from training.validation.halves import judge_tables
 from training.validation.logs import compare_log, find_pairs
 from training.validation.report import SCHEMA, Validation, print_validation
 
 DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
 DEFAULT_DATA = Path(__file__).parent / "data"
+WIDTH = 120
+"""Columns of the output where there is no terminal."""
 
 
 def validate(calibration: Calibration, data: Path) -> Validation:
@@ -50,11 +51,10 @@ def validate(calibration: Calibration, data: Path) -> Validation:
     traces = read_sources_of(calibration, data / "traces")
     pairs = [(trace.header, trace.rows) for trace in traces]
     samples, _ = collect(pairs, calibration.padded)
-    tables = [read_table(path) for path in sorted((data / "tables").glob("*.csv"))]
     return Validation(
         calibration=calibration,
         cells=hold_out_cells(samples),
-        rows=tuple(row for table in tables for row in predict_halves(table)),
+        tables=judge_tables(data / "tables"),
         logs=tuple(compare_log(log, trace) for log, trace in find_pairs(data)),
         closed_loop=simulate_cells(calibration, pairs, samples),
     )
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lambda value: isinstance(value, dict) and value.get("schema") == SCHEMA,
             )
         result = validate(Calibration.load(args.calibration), args.data)
-        print_validation(result, Console())
+        print_validation(result, Console(width=None if sys.stdout.isatty() else WIDTH))
         if args.output is not None:
             write_atomically(args.output, canonical_text(result.to_json()))
             print(f"wrote {args.output}")

@@ -12,7 +12,7 @@ from controller.calibration import Calibration
 from training.validation.bounds import QUIET_DEVIATION, Check
 from training.validation.cells import CellError, check_cells, summary
 from training.validation.closed_loop import CellThroughput
-from training.validation.halves import RowError, check_tables
+from training.validation.halves import TableResult, check_tables
 from training.validation.logs import LogResult, check_logs
 
 SCHEMA = "specgovernor.validation"
@@ -28,21 +28,21 @@ class Validation:
     Attributes:
         calibration: The one whose traces were used.
         cells: Step time of every cell, predicted from the others.
-        rows: Table rows, predicted from the other half.
+        tables: Throughput tables, predicted in halves.
         logs: Server logs against the trace of their run.
         closed_loop: Simulated against measured decode throughput.
     """
 
     calibration: Calibration
     cells: tuple[CellError, ...]
-    rows: tuple[RowError, ...]
+    tables: tuple[TableResult, ...]
     logs: tuple[LogResult, ...]
     closed_loop: tuple[CellThroughput, ...]
 
     @property
     def checks(self) -> tuple[Check, ...]:
         """Every figure that has a bound."""
-        return (*check_cells(self.cells), *check_tables(self.rows), *check_logs(self.logs))
+        return (*check_cells(self.cells), *check_tables(self.tables), *check_logs(self.logs))
 
     @property
     def passed(self) -> bool:
@@ -67,9 +67,9 @@ class Validation:
                 c.error_without_batch_size for c in quiet
             ],
         }
-        for name in sorted({row.table for row in self.rows}):
-            result[f"throughput, {name}"] = [r.error for r in self.rows if r.table == name]
-        result["throughput, all tables"] = [row.error for row in self.rows]
+        for table in self.tables:
+            result[f"throughput, {table.table}"] = [row.error for row in table.rows]
+        result["throughput, all tables"] = [r.error for table in self.tables for r in table.rows]
         result["log throughput, identifiable cells"] = [
             c.error for log in self.logs for c in log.cells if c.error is not None
         ]
@@ -98,7 +98,7 @@ class Validation:
                 if errors
             },
             "step_time_cells": [{**asdict(c), "quiet": c.quiet} for c in self.cells],
-            "table_rows": [asdict(row) for row in self.rows],
+            "tables": [asdict(table) for table in self.tables],
             "logs": [asdict(log) for log in self.logs],
             "simulated_throughput": [
                 {**asdict(c), "quiet": self.is_quiet(c)} for c in self.closed_loop
@@ -160,9 +160,15 @@ def print_validation(result: Validation, console: Console) -> None:
                 f"{r.predicted:.1f}",
                 f"{r.error:+.1%}",
             )
-            for r in result.rows
+            for table in result.tables
+            for r in table.rows
         ),
     )
+    for item in result.tables:
+        if item.left_out is not None:
+            console.print(
+                f"Table {item.table} left out: {item.left_out}.", highlight=False, markup=False
+            )
     for log in result.logs:
         _print_log(console, log)
     _print(
