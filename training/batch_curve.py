@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 REACH = 2
 """How far beyond the largest measured batch size the last knot lies, as a factor."""
 BISECTIONS = 60
+FLAT = 1e-9
+"""Relative difference up to which two round times are the same."""
 
 Array = NDArray[np.float64]
 
@@ -54,11 +56,11 @@ def curve(batch_sizes: Array, step_s: Array, at: Array) -> Array:
     b1, b2 = batch_sizes[left], batch_sizes[left + 1]
     t1, t2 = step_s[left], step_s[left + 1]
     gain = np.log((b2 / t2) / (b1 / t1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        latency = gain / (1.0 / t1 - 1.0 / t2)
+    rising = (gain > 0.0) & (t2 > t1 * (1.0 + FLAT))
+    latency = np.where(rising, gain, 0.0) / np.where(rising, 1.0 / t1 - 1.0 / t2, 1.0)
     exponent = np.log(t2 / t1) / np.log(b2 / b1)
     power = t1 * (at / b1) ** np.where(at < b1, np.minimum(exponent, 1.0), exponent)
-    value = np.where((gain > 0.0) & (t2 > t1), _solve(b1, t1, latency, t2, at), power)
+    value = np.where(rising, _solve(b1, t1, latency, t2, at), power)
     beyond = at > batch_sizes[-1]
     chord = (step_s[-1] - step_s[-2]) / (batch_sizes[-1] - batch_sizes[-2])
     value[beyond] = step_s[-1] + chord * (at[beyond] - batch_sizes[-1])

@@ -26,10 +26,10 @@ OPTIONS: Mapping[str, tuple[TableOptions, ...]] = {
     # As its calibration in the Makefile; the depth and accept length are assumed.
     "kimi_k2.5_8gpu_throughput.csv": (TableOptions(num_steps=3, accept_len=2.88),),
     # Their concurrencies are printed batch sizes, so no limit of running requests applies.
-    "01_sglang_pr22246_qwen3-235b_autospec.csv": (TableOptions(speculative_max_running=64),),
-    "02_sglang_pr22246_glm47-fp8_autospec.csv": (TableOptions(speculative_max_running=64),),
+    "sglang_pr22246_qwen3-235b.csv": (TableOptions(speculative_max_running=64),),
+    "sglang_pr22246_glm-4.7-fp8.csv": (TableOptions(speculative_max_running=64),),
     # TPOT by batch size with 4 draft tokens, of two attention backends: two systems.
-    "14_sglang_pr16961_dsv32_mtp_tpot_by_bs.csv": (
+    "sglang_pr16961_deepseek-v3.2_tpot.csv": (
         TableOptions(num_steps=3, where=(("config", "backend flashmla_sparse"),)),
         TableOptions(num_steps=3, where=(("config", "backend fa3"),)),
     ),
