@@ -1,4 +1,4 @@
-"""How well a draft's tokens are accepted on one system: the ``acceptance`` block of a calibration."""
+"""How well a draft's tokens are accepted: the ``acceptance`` block of a calibration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class DepthAcceptance:
         count: Figures behind it: rounds of a trace, lines of a log, rows of a table.
         request_spread: Standard deviation of a request's own accept length around the mean of all;
             None if the source cannot tell it from chance.
-        drift_spread: Standard deviation of the accept length of a batch over time while its requests
-            stay the same; None likewise.
+        drift_spread: Standard deviation of the accept length of a batch over time while its
+            requests stay the same; None likewise.
         drift_time_s: Time after which that drift is forgotten to 1/e; None likewise.
     """
 

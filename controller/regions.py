@@ -18,8 +18,8 @@ class Region:
 
     Attributes:
         batch_size: The (padded) batch size.
-        context_low: Fewest context tokens, summed over the batch; None if the source has no context.
-        context_high: Most context tokens; None likewise.
+        context_low: Fewest context tokens, summed over the batch; None if the source has no
+        context. context_high: Most context tokens; None likewise.
         count: Rounds of a trace, or figures of another source.
     """
 
@@ -59,10 +59,11 @@ def trust(
 ) -> str:
     """Grade a prediction.
 
-    ``measured`` lies in a region. ``interpolated`` lies between measured batch sizes at no more than
-    the largest measured context: the context term is a straight line that its data anchor, and below
-    the smallest context it only shrinks. Anything else is ``extrapolated``. Regions without contexts
-    are graded by batch size alone: their source says nothing about contexts, nor does their fit.
+    ``measured`` lies in a region. ``interpolated`` lies between measured batch sizes at no more
+    than the largest measured context: the context term is a straight line that its data anchor, and
+    below the smallest context it only shrinks. Anything else is ``extrapolated``. Regions without
+    contexts are graded by batch size alone: their source says nothing about contexts, nor does
+    their fit.
 
     Args:
         regions: At least one region of the tier.

@@ -2,23 +2,25 @@
 
 Mean
     The accept lengths ``L_k`` of the measured depths give the chance that each draft token is
-    accepted, given those before it: ``L_b - L_a`` is the sum of the chances of positions ``a + 1`` to
+    accepted, given those before it: ``L_b - L_a`` is the sum of the chances of positions ``a + 1``
+    to
     ``b`` to be reached and accepted, and between two measured depths one rate is taken for all.
 
 Spread between requests
     Method of moments of a one-way random-effects analysis of variance (Searle, Casella, McCulloch,
-    *Variance Components*, 1992, section 3.6). The groups are stretches in which the same ``B`` requests run:
-    their mean scatters by ``spread**2 / B`` beyond chance. Stated only if that scatter is
-    significant.
+    *Variance Components*, 1992, section 3.6). The groups are stretches in which the same ``B``
+    requests run: their mean scatters by ``spread**2 / B`` beyond chance. Stated only if that
+    scatter is significant.
 
 Drift
-    Within a stretch the requests stay the same, so the variogram of the accept length, half the mean
-    squared difference at a lag ``h``, shows what moves in time: ``noise + spread**2 * (1 - exp(-h /
-    time))``, the variogram of a first-order autoregression under white noise. Stated only if it beats
-    a constant significantly.
+    Within a stretch the requests stay the same, so the variogram of the accept length, half the
+    mean squared difference at a lag ``h``, shows what moves in time: ``noise + spread**2 * (1 -
+    exp(-h / time))``, the variogram of a first-order autoregression under white noise. Stated only
+    if it beats a constant significantly.
 """
 
 import math
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ class Observation:
 
 
 class Series:
-    """Accept lengths of one depth, in bounded memory: of a long series, every second stretch goes."""
+    """Accept lengths of one depth in bounded memory: of a long one only some stretches stay."""
 
     def __init__(self, observations: Iterable[Observation] = ()) -> None:
         self.count = 0
@@ -71,9 +73,7 @@ class Series:
         self._sum = 0.0
         self._kept: dict[str, list[Observation]] = {}
         self._num_kept = 0
-        self._stride = 1
-        self._num_stretches = 0
-        self._current: str | None = None
+        self._share = 1
         for item in observations:
             self.add(item)
 
@@ -85,12 +85,9 @@ class Series:
         self._sum += weight * item.accept_len
         if not item.steady:
             return
-        if item.stretch not in self._kept:
-            self._num_stretches += 1
-            if self._num_stretches % self._stride:
-                return
-            self._kept[item.stretch] = []
-        self._kept[item.stretch].append(item)
+        if zlib.crc32(item.stretch.encode()) % self._share:
+            return
+        self._kept.setdefault(item.stretch, []).append(item)
         self._num_kept += 1
         if self._num_kept > MAX_OBSERVATIONS:
             self._thin(item.stretch)
@@ -105,15 +102,16 @@ class Series:
         self._num_kept = sum(map(len, self._kept.values()))
 
     def _thin(self, newest: str) -> None:
+        """Drop about half: stretches by a hash of their name, or the start of the only one."""
         if len(self._kept) > 1:
-            self._stride *= 2
-            names = list(self._kept)
-            # The newest stays, so that what follows in it has a place.
-            for name in names[:-1][::2]:
-                del self._kept[name]
+            self._share *= 2
+            self._kept = {
+                name: items
+                for name, items in self._kept.items()
+                if zlib.crc32(name.encode()) % self._share == 0
+            }
         else:
-            half = MAX_OBSERVATIONS // 2
-            self._kept[newest] = self._kept[newest][-half:]
+            self._kept[newest] = self._kept[newest][-MAX_OBSERVATIONS // 2 :]
         self._num_kept = sum(map(len, self._kept.values()))
 
     @property
@@ -236,38 +234,52 @@ def request_spread(stretches: Sequence[Sequence[Observation]]) -> float | None:
 
 def drift_of(stretches: Sequence[Sequence[Observation]]) -> tuple[float, float] | None:
     """Return the standard deviation and the time of the drift in seconds; see the module."""
-    lag_s, gamma, pairs = [], [], []
-    for lag in LAGS:
-        gaps, squares = [], []
-        for group in stretches:
-            for a, b in zip(group, group[lag:], strict=False):
-                if a.time_s is not None and b.time_s is not None and b.time_s > a.time_s:
-                    gaps.append(b.time_s - a.time_s)
-                    squares.append(0.5 * (b.accept_len - a.accept_len) ** 2)
-        if len(squares) >= MIN_PAIRS:
-            lag_s.append(float(np.mean(gaps)))
-            gamma.append(float(np.mean(squares)))
-            pairs.append(len(squares))
-    if len(lag_s) < 4:
+    found = [item for item in (_variogram(stretches, lag) for lag in LAGS) if item]
+    if len(found) < 4:
         return None
-    lags, values = np.array(lag_s), np.array(gamma)
-    weight = np.array(pairs) / (2.0 * np.maximum(values, 1e-12) ** 2)
+    lags, values, pairs = np.array(found).T
+    weight = pairs / (2.0 * np.maximum(values, 1e-12) ** 2)
     flat = float(np.average(values, weights=weight))
     base = float(np.sum(weight * (values - flat) ** 2))
-    best: tuple[float, float, float] | None = None
-    for time_s in np.geomspace(lags.min() / 2.0, lags.max(), 40):
-        shape = 1.0 - np.exp(-lags / time_s)
-        root = np.sqrt(weight)
-        design = np.stack([root, root * shape], axis=1)
-        noise, spread = np.linalg.lstsq(design, root * values, rcond=None)[0]
-        if noise < 0.0:
-            noise, spread = 0.0, float(np.sum(weight * shape * values) / np.sum(weight * shape**2))
-        left = float(np.sum(weight * (values - noise - spread * shape) ** 2))
-        if spread > 0.0 and (best is None or left < best[0]):
-            best = (left, float(spread), float(time_s))
-    if best is None or base - best[0] < MIN_CHI2_GAIN:
+    fits = [
+        _fit_drift(lags, values, weight, float(time_s))
+        for time_s in np.geomspace(lags.min() / 2.0, lags.max(), 40)
+    ]
+    left, variance, time_s = min(fits)
+    if variance <= 0.0 or base - left < MIN_CHI2_GAIN:
         return None
-    return math.sqrt(best[1]), best[2]
+    return math.sqrt(variance), time_s
+
+
+def _variogram(
+    stretches: Sequence[Sequence[Observation]], lag: int
+) -> tuple[float, float, int] | None:
+    """Return mean lag in seconds, half the mean squared difference, and the number of pairs."""
+    gaps, squares = [], []
+    for group in stretches:
+        for a, b in zip(group, group[lag:], strict=False):
+            if a.time_s is not None and b.time_s is not None and b.time_s > a.time_s:
+                gaps.append(b.time_s - a.time_s)
+                squares.append(0.5 * (b.accept_len - a.accept_len) ** 2)
+    if len(squares) < MIN_PAIRS:
+        return None
+    return float(np.mean(gaps)), float(np.mean(squares)), len(squares)
+
+
+def _fit_drift(
+    lags: np.ndarray, values: np.ndarray, weight: np.ndarray, time_s: float
+) -> tuple[float, float, float]:
+    """Fit noise and drift for a given time; return the misfit, the drift's variance, the time."""
+    shape = 1.0 - np.exp(-lags / time_s)
+    root = np.sqrt(weight)
+    design = np.stack([root, root * shape], axis=1)
+    noise, variance = np.linalg.lstsq(design, root * values, rcond=None)[0]
+    if noise < 0.0:
+        noise = 0.0
+        variance = np.sum(weight * shape * values) / np.sum(weight * shape**2)
+    variance = max(float(variance), 0.0)
+    misfit = float(np.sum(weight * (values - noise - variance * shape) ** 2))
+    return misfit, variance, time_s
 
 
 def trace_series(rows: Sequence[TraceRow]) -> dict[int, Series]:

@@ -1,6 +1,7 @@
 """Acceptance of public drafts, as named presets: golden accept lengths by depth.
 
-The table is InferenceX's golden accept lengths (``training/data/README.md`` has source and licence).
+The table is InferenceX's golden accept lengths (``training/data/README.md`` has source and
+licence).
 """
 
 import csv

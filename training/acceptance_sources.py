@@ -1,54 +1,67 @@
 """The acceptance block of a calibration, from whichever source has it."""
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from controller.acceptance_profile import AcceptanceProfile, DepthAcceptance
 from training.acceptance_fit import Observation, Series, fit_depth, profile, trace_series
 from training.sources import Sources
 
-ORDER = ("trace", "log", "benchmark", "table", "trace with simulated acceptance")
-"""For each depth the first of these that has it counts."""
+SIMULATED = "trace with simulated acceptance"
 
 
 def acceptance_of(sources: Sources) -> AcceptanceProfile | None:
-    """Return what the sources say of acceptance, or None if they say nothing."""
-    found: dict[str, dict[int, DepthAcceptance]] = defaultdict(dict)
-    for real, name in ((True, ORDER[0]), (False, ORDER[4])):
-        series: dict[int, Series] = defaultdict(Series)
-        traces = [trace for trace in sources.traces if (trace.header.acceptance == "real") == real]
-        for index, trace in enumerate(traces):
-            for steps, part in trace_series(trace.rows).items():
-                series[steps].absorb(part, str(index))
-        found[name] = {steps: fit_depth(steps, item) for steps, item in series.items()}
-    logs: dict[int, Series] = defaultdict(Series)
-    for index, log in enumerate(sources.logs):
-        if log.series.count and log.tier.isdecimal():
-            logs[int(log.tier)].absorb(log.series, str(index))
-    found["log"] = {steps: fit_depth(steps, item) for steps, item in logs.items()}
-    bench: dict[int, Series] = defaultdict(Series)
-    for source in sources.benches:
-        for point in source.points:
-            if point.tier.isdecimal():
-                item = Observation("", None, point.batch_size, 1, point.accept_len, steady=False)
-                bench[int(point.tier)].add(item)
-    found["benchmark"] = {steps: fit_depth(steps, item) for steps, item in bench.items()}
-    by_position: tuple[float, ...] = ()
-    for table in sources.tables:
-        for depth in table.depths:
-            found["table"].setdefault(depth.num_steps, depth)
-        by_position = max(by_position, table.accept_by_position, key=len)
+    """Return what the sources say of acceptance, or None if they say nothing.
+
+    For each depth the first kind of source that has it counts: traces of real acceptance, logs,
+    benchmarks, tables, and last traces of simulated acceptance.
+    """
+    found = {
+        "trace": _of_traces(sources, "real"),
+        "log": _fit((int(log.tier), log.series) for log in sources.logs if log.tier.isdecimal()),
+        "benchmark": _of_benchmarks(sources),
+        "table": {
+            depth.num_steps: depth for table in reversed(sources.tables) for depth in table.depths
+        },
+        SIMULATED: _of_traces(sources, "simulated"),
+    }
     chosen: dict[int, DepthAcceptance] = {}
     used = []
-    for name in ORDER:
-        new = {steps: item for steps, item in found[name].items() if steps not in chosen}
-        if new:
+    for name, depths in found.items():
+        if set(depths) - set(chosen):
             used.append(name)
-        chosen |= new
+        chosen = {**depths, **chosen}
     if not chosen:
         return None
+    positions = [table.accept_by_position for table in sources.tables if "table" in used]
     return profile(
         "+".join(used),
-        used == [ORDER[4]],
+        used == [SIMULATED],
         list(chosen.values()),
-        by_position if "table" in used else (),
+        max(positions, key=len, default=()),
     )
+
+
+def _of_traces(sources: Sources, kind: str) -> Mapping[int, DepthAcceptance]:
+    traces = [trace for trace in sources.traces if trace.header.acceptance == kind]
+    return _fit(item for trace in traces for item in trace_series(trace.rows).items())
+
+
+def _of_benchmarks(sources: Sources) -> Mapping[int, DepthAcceptance]:
+    points = [point for source in sources.benches for point in source.points]
+    return _fit(
+        (
+            int(point.tier),
+            Series([Observation("", None, point.batch_size, 1, point.accept_len, steady=False)]),
+        )
+        for point in points
+        if point.tier.isdecimal()
+    )
+
+
+def _fit(parts: Iterable[tuple[int, Series]]) -> Mapping[int, DepthAcceptance]:
+    """Join the series of each depth, keeping the stretches of different files apart, and fit."""
+    joined: dict[int, Series] = defaultdict(Series)
+    for index, (num_steps, part) in enumerate(parts):
+        joined[num_steps].absorb(part, str(index))
+    return {steps: fit_depth(steps, item) for steps, item in joined.items() if item.count}

@@ -1,19 +1,20 @@
 """Round times and acceptance from the outputs of SGLang's benchmarks, JSON Lines all of them.
 
 ``bench_serving`` (``sglang.benchmark.serving``)
-    One record a run. Round time is the mean TPOT times the accept length; the batch size is the mean
-    number of requests that were decoding, by Little's law ``completed * (E2E - TTFT) / duration``.
-    Its TPOT includes the waits for the prefill of others.
+    One record a run. Round time is the mean TPOT times the accept length; the batch size is the
+    mean number of requests that were decoding, by Little's law ``completed * (E2E - TTFT) /
+    duration``. Its TPOT includes the waits for the prefill of others.
 ``bench_one_batch_server`` (``sglang.benchmark.one_batch_server``)
-    One record a batch. After the last first token the batch decodes ``output_len - 1`` tokens each, in
+    One record a batch. After the last first token the batch decodes ``output_len - 1`` tokens each,
+    in
     ``(output_len - 1) / accept length`` rounds. Records of before ``last_ttft`` (June 2025) have a
     latency with the prefill in it, and are left out.
 ``bench_speculative`` (``scripts/playground/bench_speculative.py``)
     One record a configuration, with the round time itself and the depth (0: no speculation).
 
 A record says its depth itself (``bench_speculative``), by the server's arguments in ``server_info``
-(``bench_serving``, since September 2025), by having no accept length, or not at all: then it is to be
-told. The accept length that SGLang reports is the mean since its server started.
+(``bench_serving``, since September 2025), by having no accept length, or not at all: then it is to
+be told. The accept length that SGLang reports is the mean since its server started.
 """
 
 import json
@@ -303,19 +304,19 @@ def _tier(
     if isinstance(topk, int) and topk > 1:
         raise _LeftOut("of draft trees (topk above 1)")
     stated = arguments.get("speculative_num_steps")
+    if stated is None and accept_len is None and says:
+        return NATIVE, 1.0
     steps = stated if stated is not None else told
-    if stated is None and told is None:
+    if steps is None:
         if accept_len is not None:
             raise CalibrationError(
                 f"{where}: expected the server's arguments in the record, got none with accept "
                 f"length {accept_len:g}; give --num-steps N"
             )
-        if not says:
-            raise CalibrationError(
-                f"{where}: cannot tell whether it speculated (its version writes no accept "
-                "length); give --num-steps N or --num-steps off"
-            )
-        steps = 0
+        raise CalibrationError(
+            f"{where}: cannot tell whether it speculated (its version writes no accept length); "
+            "give --num-steps N or --num-steps off"
+        )
     if not steps:
         if accept_len is not None and accept_len > 1.0 and (stated is not None or told == 0):
             raise CalibrationError(

@@ -3,9 +3,9 @@
 Usage:
     python -m training.calibrate SOURCE... -o FILE.json [--name NAME] [options]
 
-What a source is shows in its content. Prints how well the fit predicts rounds that were held out from
-it and what the other sources measured, where it is noisy, and how far it can be trusted; then writes
-the fit of all rounds.
+What a source is shows in its content. Prints how well the fit predicts rounds that were held out
+from it and what the other sources measured, where it is noisy, and how far it can be trusted; then
+writes the fit of all rounds.
 """
 
 import argparse
@@ -108,8 +108,8 @@ def _parser() -> OneLineParser:
         action="append",
         default=[],
         metavar="[FILE=]N",
-        help="draft steps of logs, benchmarks and table rows that do not say theirs, or off; may be "
-        f"given for each file (table rows that say 'on': {DEFAULT_NUM_STEPS})",
+        help="draft steps of logs, benchmarks and table rows that do not say theirs, or off; may "
+        f"be given for each file (table rows that say 'on': {DEFAULT_NUM_STEPS})",
     )
     told.add_argument(
         "--accept-len",

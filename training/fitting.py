@@ -12,7 +12,7 @@ from controller.acceptance_profile import AcceptanceProfile
 from controller.calibration import Calibration, PrefillCost, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
-from controller.trace import TraceHeader
+from training.acceptance_sources import acceptance_of
 from training.fit import (
     MIN_ROWS,
     Surface,
@@ -22,7 +22,6 @@ from training.fit import (
     robust_std,
     tier_order,
 )
-from training.acceptance_sources import acceptance_of
 from training.points import Point, assumed_accept_len, fit_points, has_context_levels, regions_of
 from training.prefill import Burst, PrefillFit, bursts_by_kind, fit_prefill
 from training.samples import Samples, collect
@@ -127,8 +126,10 @@ def calibrate(
     costs |= added
     if not costs:
         raise CalibrationError(
-            "expected round times, got none: the sources hold only accept lengths or unusable lines "
-            f"({_unusable(sources) or 'nothing else'}); add a step trace, or a log with steady decode"
+            "expected round times, got none: the sources hold only accept lengths or unusable "
+            "lines "
+            f"({_unusable(sources) or 'nothing else'}); add a step trace, or a log with steady "
+            f"decode"
         )
     _remark_on_points(used, assumed, bool(sources.traces), remarks)
     if not sources.traces and any(log.bursts for log in sources.logs):
@@ -171,6 +172,14 @@ def _remark_on_points(
         "time is identified"
         for tier, value in assumed.items()
     ]
+    capped = [point for point in used if point.batch_size < point.concurrency]
+    if any(point.kind == "table" for point in capped):
+        most = max(point.batch_size for point in capped)
+        remarks.append(
+            f"rows of speculation with more than {most} requests are taken to run {most} at once; "
+            f"if "
+            "that server ran more, give --speculative-max-running-requests"
+        )
     for kind in KINDS:
         here = [point for point in used if point.kind == kind]
         tiers = sorted({point.tier for point in here}, key=tier_order)
@@ -189,8 +198,8 @@ def _remark_on_points(
             contexts = [point for point in mine if point.context_tokens is not None]
             if contexts and not has_context_levels(contexts):
                 remarks.append(
-                    f"tier {tier}: its {kind} has one context level a batch size, so no cost of "
-                    "context is fitted; round times hold at the contexts measured"
+                    f"tier {tier}: its {kind} has one context level a batch size, so the cost of "
+                    "context is the least that explains it; round times hold at those contexts"
                 )
 
 

@@ -9,10 +9,12 @@ with the same batch size and no prefill line between. The lines that do not qual
 reason. The context of a round is the mean of the two lines' tokens.
 
 One depth a log. A log tells its depth by its arguments line, or the reader is told. It is refused
-where the depth moved: the adaptive worker says so (``Switch adaptive runtime state``), and otherwise
-the figures do. At a fixed depth the printed accept rate is a function of the printed accept length,
-``L / n`` or ``(L - 1) / (n - 1)`` by era, with ``n`` draft tokens the same in every line. So if no era
-and ``n`` explain the lines to their two decimals, the depth (or the engine) changed between them.
+where the depth moved: the adaptive worker says so (``Switch adaptive runtime state``), and
+otherwise the figures do. At a fixed depth the printed accept rate is a function of the printed
+accept length,
+``L / n`` or ``(L - 1) / (n - 1)`` by era, with ``n`` draft tokens the same in every line. So if no
+era and ``n`` explain the lines to their two decimals, the depth (or the engine) changed between
+them.
 """
 
 import math
@@ -266,8 +268,10 @@ class _Reader:
             self._end_burst(line.scheduler)
             return
         gap_s = line.new_tokens / line.throughput
+        # Nothing waited: the gap holds idle time.
         together = (
             previous is not None
+            and previous.more
             and previous.time_s is not None
             and line.time_s is not None
             and line.time_s - previous.time_s <= BURST_GAP_S
@@ -304,12 +308,17 @@ class _Reader:
                 "record a log at each fixed depth, or a step trace"
             )
         if not self._with_accept:
-            if told or arguments.get("speculative_algorithm"):
+            if arguments.get("speculative_algorithm"):
                 raise CalibrationError(
                     f"{self.path}: expected an accept len in its lines for a speculating server, "
-                    "got none; leave --num-steps out for this log if it did not speculate"
+                    "got none; give the log of the scheduler itself"
                 )
             return NATIVE, None
+        if told == 0:
+            raise CalibrationError(
+                f"{self.path}: expected no accept len without speculation, got one in every line; "
+                "correct --num-steps"
+            )
         era, draft_tokens = self._era()
         steps = self._steps(told, draft_tokens)
         if self._max_accept_len > steps + 1 + ROUNDING:
@@ -331,7 +340,8 @@ class _Reader:
         topk = arguments.get("speculative_eagle_topk")
         if isinstance(topk, int) and topk > 1:
             raise CalibrationError(
-                f"{self.path}: expected a chain of drafts, got topk {topk}; trees are not modelled, "
+                f"{self.path}: expected a chain of drafts, got topk {topk}; trees are not "
+                f"modelled, "
                 "so record with --speculative-eagle-topk 1"
             )
         shown = " or ".join(str(n - 1) for n in draft_tokens[:3])

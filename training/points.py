@@ -3,10 +3,11 @@
 A :class:`Point` is one figure of a log, a benchmark or a table: a round time at a batch size, with
 the context where the source says it. Points of one tier become one :class:`TierCost`:
 
-- With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`). A context slope
-  is fitted only where a batch size was measured at contexts ``LEVEL_GAP`` apart; otherwise it is
-  the least that explains the figures (:mod:`training.context_bound`), zero in most cases, and the
-  round times hold at the contexts where they were measured.
+- With contexts, they are fitted like the rounds of a trace (:mod:`training.fit`) if a batch size
+was
+  measured at contexts ``LEVEL_GAP`` apart. Otherwise the cost of context is not identified but
+  bounded from below: a round with more requests takes no less time, so where a smaller batch of
+  a longer context was slower, context must cost the difference. That least slope is used.
 - Without, they are averaged by batch size and made monotone; between and beyond the batch sizes
   the round time follows :mod:`training.batch_curve`.
 
@@ -23,7 +24,6 @@ from controller.calibration import Region, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
 from training.batch_curve import curve, knots
-from training.context_bound import least_context_slope
 from training.fit import MAX_CONTEXT_SHARE, fit_surfaces, tier_order
 from training.isotonic import pool_adjacent_violators, project_monotone
 from training.samples import LEVEL_GAP, Samples, context_cells
@@ -152,17 +152,15 @@ def has_context_levels(points: Sequence[Point]) -> bool:
 
 
 def _fit_with_context(points: Sequence[Point]) -> Iterable[TierCost]:
-    samples = {}
-    bound_s = {}
+    samples, slopes = {}, {}
     for tier in {point.tier for point in points}:
         here = [point for point in points if point.tier == tier]
         batch = np.array([point.batch_size for point in here])
         context = np.array([float(point.context_tokens or 0) for point in here])
         step = np.array([point.step_s for point in here])
-        bound_s[tier] = 0.0
         if not has_context_levels(here):
-            bound_s[tier] = least_context_slope(batch, context, step, LEVEL_GAP, MAX_CONTEXT_SHARE)
-            step = step - bound_s[tier] * context
+            slopes[tier] = least_slope(batch, context, step)
+            step = step - slopes[tier] * context
             context = np.zeros(len(here))
         none = np.zeros(len(here), dtype=bool)
         samples[tier] = Samples(batch, context, step, context_cells(batch, context), none)
@@ -172,7 +170,7 @@ def _fit_with_context(points: Sequence[Point]) -> Iterable[TierCost]:
             tier=tier,
             batch_sizes=tuple(surface.batch_sizes.tolist()),
             base_s=tuple(surface.base_s.tolist()),
-            context_s_per_token=float(f"{surface.slope_s + bound_s[tier]:.7g}"),
+            context_s_per_token=slopes.get(tier, surface.slope_s),
             relative_noise=(0.0,) * len(surface.batch_sizes),
             max_context_tokens=max(point.context_tokens or 0 for point in here),
             num_rows=len(here),
@@ -181,6 +179,27 @@ def _fit_with_context(points: Sequence[Point]) -> Iterable[TierCost]:
                 np.array([float(point.context_tokens or 0) for point in here]),
             ),
         )
+
+
+def least_slope(batch: np.ndarray, context: np.ndarray, step_s: np.ndarray) -> float:
+    """Return the least cost of a context token, in seconds, that lets rounds grow with the batch.
+
+    Only contexts ``LEVEL_GAP`` apart are compared, and no round's context takes more than
+    ``MAX_CONTEXT_SHARE`` of it.
+
+    Args:
+        batch: ``(num_points,)`` batch sizes.
+        context: ``(num_points,)`` context tokens of the batch.
+        step_s: ``(num_points,)`` seconds of a round.
+    """
+    slope = 0.0
+    for i in range(len(batch)):
+        after = (batch >= batch[i]) & (context[i] >= LEVEL_GAP * np.maximum(context, 1.0))
+        if np.any(after):
+            gain = (step_s[i] - step_s[after]) / (context[i] - context[after])
+            slope = max(slope, float(np.max(gain)))
+    most = float(np.min(MAX_CONTEXT_SHARE * step_s / np.maximum(context, 1.0)))
+    return float(f"{min(slope, most):.7g}")
 
 
 def regions_of(batch: np.ndarray, context: np.ndarray) -> tuple[Region, ...]:

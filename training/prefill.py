@@ -4,7 +4,8 @@ Under the overlap schedule the time of one prefill row means nothing alone, so t
 consecutive prefill rows, whose times are summed. Its new tokens are the sum of the rows'
 ``new_tokens``; where a trace lacks these, and nothing was running before, they are the context of
 the first decode row after the burst (for a native round less one token a request, which that round
-has added). A burst's time includes the engine's idle time before it, so the fit minimises absolute
+has added). Where all batches are of about one size only their time is known: it is charged by
+token. A burst's time includes the engine's idle time before it, so the fit minimises absolute
 relative errors, which a few late bursts do not move. The first bursts of a trace compile kernels
 and are left out.
 """
@@ -21,6 +22,8 @@ from controller.trace import TraceHeader, TraceRow
 SWEEPS = 200
 OUTLIER_ERROR = 0.5
 MIN_BURSTS = 3
+SIZE_RANGE = 2.0
+"""Ratio of largest to smallest batch from which a base cost can be told from one by token."""
 WARM_UP_BURSTS = 2
 
 
@@ -104,6 +107,9 @@ def _least_absolute(
     batches: np.ndarray, tokens: np.ndarray, time: np.ndarray
 ) -> tuple[float, float]:
     """Minimise the sum of absolute relative errors; both coefficients stay non-negative."""
+    sizes = tokens / batches
+    if np.max(sizes) < SIZE_RANGE * np.min(sizes):
+        return 0.0, float(np.median(time / tokens))
     design = np.stack([batches / time, tokens / time], axis=1)
     weight = np.ones(len(time))
     base = slope = 0.0

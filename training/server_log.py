@@ -80,13 +80,23 @@ class DecodeLine:
 
 @dataclass(frozen=True)
 class PrefillLine:
-    """A ``Prefill batch`` line; ``throughput`` is None where the version does not print it."""
+    """A ``Prefill batch`` line.
+
+    Attributes:
+        number: Its line in the file.
+        time_s: As in :class:`DecodeLine`.
+        scheduler: Likewise.
+        new_tokens: Tokens of the batch that were not cached.
+        throughput: New tokens a second since the last prefill line; None if not printed.
+        more: Whether requests or chunks wait, so that the next prefill follows at once.
+    """
 
     number: int
     time_s: float | None
     scheduler: str
     new_tokens: int
     throughput: float | None
+    more: bool
 
 
 @dataclass(frozen=True)
@@ -192,6 +202,11 @@ def _batch(
                 scheduler,
                 _count(fields, "#new-token"),
                 _number(fields, "input throughput (token/s)"),
+                any(
+                    _count(fields, name) > 0
+                    for name in ("#queue-req", "#pending-token")
+                    if name in fields
+                ),
             )
         throughput = _number(fields, "gen throughput (token/s)")
         if throughput is None:

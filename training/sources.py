@@ -1,4 +1,4 @@
-"""Reading what a calibration is made from: traces, logs, benchmark outputs and tables of one system.
+"""Reading what a calibration is made from: traces, logs, benchmarks and tables of one system.
 
 What a file is shows in its content, not its name.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.errors import CalibrationError
+from controller.tiers import NATIVE
 from controller.trace import Trace, read_trace
 from training.bench_outputs import BenchSource, bench_kind, read_bench
 from training.log_rounds import LogSource, read_log
@@ -80,6 +81,12 @@ def read_sources(paths: Sequence[Path], options: TableOptions) -> Sources:
             digest = content_sha256(path)
         elif kind == "log":
             logs.append(read_log(path, options.depth(path)))
+            if logs[-1].tier == NATIVE and options.num_steps_of.get(path.name):
+                raise CalibrationError(
+                    f"{path}: --num-steps says {options.num_steps_of[path.name]}, but its lines "
+                    f"have "
+                    "no accept len, so it did not speculate; leave it out for this log"
+                )
             digest = logs[-1].sha256
         elif kind == "benchmark":
             benches.append(read_bench(path, options.depth(path)))
@@ -89,7 +96,8 @@ def read_sources(paths: Sequence[Path], options: TableOptions) -> Sources:
             digest = tables[-1].sha256
         if digest in hashes:
             raise CalibrationError(
-                f"{path}: a source is given twice, it holds the same as {hashes[digest]}; name each "
+                f"{path}: a source is given twice, it holds the same as {hashes[digest]}; name "
+                f"each "
                 "once"
             )
         hashes[digest] = path

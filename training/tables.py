@@ -10,9 +10,9 @@ CSV columns, in any order, others ignored; :mod:`training.columns` knows their o
 
 ``num_steps``
     ``off`` (no speculation), ``on`` (speculation of a depth that the table does not say), a number
-    of draft steps, or ``warm`` / ``cold`` for SGLang's two kinds of zero-step tier. ``0`` may mean any
-    of the three kinds of off: it is told, or read as ``off`` where ``config`` says so. Rows of a depth
-    that changes (``adaptive``) are left out.
+    of draft steps, or ``warm`` / ``cold`` for SGLang's two kinds of zero-step tier. ``0`` may mean
+    any of the three kinds of off: it is told, or read as ``off`` where ``config`` says so. Rows of
+    a depth that changes (``adaptive``) are left out.
 ``concurrency``
     Requests in flight, at least 1; rows without give their accept length only.
 ``throughput_tok_s``, ``per_request_tok_s``, ``tpot_ms`` or ``tpot_s``
@@ -197,7 +197,8 @@ class _Rows:
                 (a, _), (b, at) = list(seen.items())[:2]
                 of = "" if column == label else f" for tier {label}"
                 raise CalibrationError(
-                    f"{at}: {column} is {b[:60]!r} but {a[:60]!r} before{of}; calibrate each system on "
+                    f"{at}: {column} is {b[:60]!r} but {a[:60]!r} before{of}; calibrate each "
+                    f"system on "
                     f"its own, with --where {column}=TEXT"
                 )
         if not self.points and not self._lengths:
@@ -240,7 +241,8 @@ class _Rows:
                 kind = NATIVE
             if kind is None:
                 raise CalibrationError(
-                    f"{where}: column num_steps: expected off, warm or cold, got '0', which may mean "
+                    f"{where}: column num_steps: expected off, warm or cold, got '0', which may "
+                    f"mean "
                     "any of them; give --zero-steps"
                 )
             name = kind
@@ -341,7 +343,8 @@ def _check_share(where: str, throughput: float, tpot_s: float | None, concurrenc
     if not DECODING_SHARE[0] <= share <= DECODING_SHARE[1]:
         raise CalibrationError(
             f"{where}: expected throughput, concurrency and time per output token to agree, but "
-            f"{throughput:g} tokens/s times {tpot_s:g} s is {share:.3g} of {concurrency:g} requests; "
+            f"{throughput:g} tokens/s times {tpot_s:g} s is {share:.3g} of {concurrency:g} "
+            f"requests; "
             "check the units (ms against s) and that the columns are not swapped"
         )
 
