@@ -357,8 +357,13 @@ def test_rows_at_one_batch_size_are_averaged_and_ordered(tmp_path: Path) -> None
         "num_steps,concurrency,throughput_tok_s\noff,1,100\noff,1,50\noff,4,800\noff,8,400\n"
     )
     cost = calibrate(read_sources([path], TableOptions()), "t").calibration.cost("native")
-    assert cost.batch_sizes == (1, 4, 8)
+    assert cost.measured_batch_sizes == (1, 4, 8)
+    assert cost.batch_sizes[-1] == 16
     assert list(cost.base_s) == sorted(cost.base_s)
+    # 15 ms at batch size 1 and 5 ms at 4 are pooled, each weighted by its relative precision.
+    pooled_s = (15e-3 / 15**2 + 5e-3 / 5**2) / (1 / 15**2 + 1 / 5**2)
+    assert [cost.base_at(1), cost.base_at(4)] == pytest.approx([pooled_s, pooled_s])
+    assert cost.base_at(8) == pytest.approx(0.02)
     assert cost.num_rows == 4
 
 
