@@ -49,11 +49,11 @@ calibrations: $(VENV)/.train ## make the shipped calibrations again
 	    $(TRACES)_speculative.jsonl.gz \
 	    $(TRACES)_zero-step-skips-draft-extend.jsonl.gz \
 	    -o checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json \
-	    --kv-capacity-tokens 695000 --chunk-tokens 16384 --notes $(H200_NOTES)
+	    --kv-capacity-tokens 695000 --chunk-tokens 16384 --costs-only --notes $(H200_NOTES)
 	$(BIN)/python -m training.calibrate \
 	    training/data/tables/kimi_k2.5_8gpu_throughput.csv \
 	    -o checkpoints/calibrations/kimi-k2.5-8gpu-table.json \
-	    --num-steps 3 --accept-len 2.88 --notes $(KIMI_NOTES)
+	    --num-steps 3 --accept-len 2.88 --costs-only --notes $(KIMI_NOTES)
 
 validate: $(VENV)/.train ## show how far the simulator can be believed; fails if a bound is missed
 	$(BIN)/python -m training.validate -o checkpoints/validation.json

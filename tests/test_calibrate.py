@@ -334,7 +334,7 @@ def test_kimi_table_alone_reproduces_its_throughputs(
         throughput = (2.88 if on else 1.0) * batch / step_s
         assert throughput == pytest.approx(float(row["throughput_tok_s"]), rel=0.05)
     shipped_file = Calibration.load(ROOT / "checkpoints/calibrations/kimi-k2.5-8gpu-table.json")
-    assert found.costs == shipped_file.costs
+    assert [replace(cost, regions=()) for cost in found.costs] == list(shipped_file.costs)
 
 
 def test_table_options(tmp_path: Path) -> None:

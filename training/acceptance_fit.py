@@ -22,9 +22,8 @@ Drift
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -178,8 +177,8 @@ def rates_of(accept_len_by_depth: Mapping[int, float]) -> list[float]:
     depths = [0, *sorted(accept_len_by_depth)]
     lengths = [1.0, *(accept_len_by_depth[depth] for depth in depths[1:])]
     counts = np.diff(depths)
-    gains = np.clip(np.diff(lengths) / counts, 0.0, 1.0)
-    gains = -pool_adjacent_violators(-gains, counts.astype(np.float64))
+    gains = np.diff(lengths) / counts
+    gains = np.clip(-pool_adjacent_violators(-gains, counts.astype(np.float64)), 0.0, 1.0)
     rates: list[float] = []
     reached = 1.0
     for count, gain in zip(counts.tolist(), gains.tolist(), strict=True):
@@ -285,21 +284,24 @@ def _fit_drift(
 def trace_series(rows: Sequence[TraceRow]) -> dict[int, Series]:
     """Return the accept lengths of a trace's steady speculative rounds by depth."""
     found: dict[int, Series] = defaultdict(Series)
-    clock, stretch = 0.0, 0
-    times: dict[int, tuple[float, int]] = {}
-    for before, row in pairwise([None, *rows]):
-        clock += (row.step_s if row else None) or 0.0
-        changed = before is None or row is None or row.batch_size != before.batch_size
-        if row is not None and (changed or row.phase == "prefill"):
-            stretch += 1
-        times[id(row)] = (clock, stretch)
-    for row in usable_rounds(rows, Counter()):
+    clock_s, stretch = 0.0, 0
+
+    def clocked() -> Iterator[TraceRow]:
+        nonlocal clock_s, stretch
+        batch_size = None
+        for row in rows:
+            clock_s += row.step_s or 0.0
+            stretch += row.phase == "prefill" or row.batch_size != batch_size
+            batch_size = row.batch_size
+            yield row
+
+    # Each round is taken as soon as it is read, so the clock is its own.
+    for row in usable_rounds(clocked(), Counter()):
         if row.num_steps and row.mean_correct_drafts is not None:
-            time_s, here = times[id(row)]
-            # Under the overlap schedule a row counts what its round accepted, bonus excluded.
-            found[row.num_steps].add(
-                Observation(str(here), time_s, row.batch_size, 1, 1.0 + row.mean_correct_drafts)
+            item = Observation(
+                str(stretch), clock_s, row.batch_size, 1, 1.0 + row.mean_correct_drafts
             )
+            found[row.num_steps].add(item)
     return dict(found)
 
 

@@ -6,15 +6,14 @@
     duration``. Its TPOT includes the waits for the prefill of others.
 ``bench_one_batch_server`` (``sglang.benchmark.one_batch_server``)
     One record a batch. After the last first token the batch decodes ``output_len - 1`` tokens each,
-    in
-    ``(output_len - 1) / accept length`` rounds. Records of before ``last_ttft`` (June 2025) have a
-    latency with the prefill in it, and are left out.
+    in ``(output_len - 1) / accept length`` rounds. Records without ``last_ttft`` are of old
+    versions, have a latency with the prefill in it, and are left out.
 ``bench_speculative`` (``scripts/playground/bench_speculative.py``)
     One record a configuration, with the round time itself and the depth (0: no speculation).
 
 A record says its depth itself (``bench_speculative``), by the server's arguments in ``server_info``
-(``bench_serving``, since September 2025), by having no accept length, or not at all: then it is to
-be told. The accept length that SGLang reports is the mean since its server started.
+(``bench_serving``, unless old), by having no accept length, or not at all: then it is to be told.
+The accept length that SGLang reports is the mean since its server started.
 """
 
 import json
@@ -137,7 +136,7 @@ def read_bench(path: Path, num_steps: int | None = None) -> BenchSource:
         shown = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise CalibrationError(
             f"{path}: expected benchmark records with a round time, got none"
-            f"{f' ({shown})' if shown else ''}; run the benchmark again with SGLang 0.4.7 or newer"
+            f"{f' ({shown})' if shown else ''}; run the benchmark again with a newer SGLang"
         )
     return BenchSource(
         path=path,

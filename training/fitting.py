@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,8 +93,8 @@ def calibrate(
         sources: What was measured.
         name: Name of the calibration.
         min_rows: Fewest rounds of a tier in the traces.
-        kv_capacity_tokens: Tokens of the KV cache; None if unknown.
-        chunk_tokens: Most new tokens of a prefill batch; None if unknown.
+        kv_capacity_tokens: Tokens of the KV cache; None for the smallest that a log says.
+        chunk_tokens: Most new tokens of a prefill batch; None likewise.
         source: Added to the calibration's origin.
         acceptance: Used instead of what the sources say.
         costs_only: Leave out the acceptance and the regions.
@@ -145,8 +145,8 @@ def calibrate(
         prefill_native=prefill["native"].cost if prefill else zero,
         prefill_speculative=prefill["speculative"].cost if prefill else zero,
         cuda_graph_batch_sizes=graphs,
-        kv_capacity_tokens=kv_capacity_tokens,
-        chunk_tokens=chunk_tokens,
+        kv_capacity_tokens=kv_capacity_tokens or _smallest(log.kv_tokens for log in sources.logs),
+        chunk_tokens=chunk_tokens or _smallest(log.chunk_tokens for log in sources.logs),
         assumed_accept_len=assumed,
         source={**describe(sources), **(source or {})},
         acceptance=None if costs_only else acceptance,
@@ -211,6 +211,10 @@ def _unusable(sources: Sources) -> str:
     for table in sources.tables:
         found.update({f"rows {why}": count for why, count in table.left_out.items()})
     return ", ".join(f"{count} {why}" for why, count in found.items())
+
+
+def _smallest(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _padded(sizes: Sequence[int] | None, size: int) -> int:

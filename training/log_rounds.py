@@ -24,14 +24,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from controller.errors import CalibrationError
 from controller.tiers import MAX_NUM_STEPS, NATIVE
 from training.acceptance_fit import Observation, Series
 from training.points import MAX_STEP_S, MIN_STEP_S, Point
 from training.prefill import Burst
+from training.samples import STALL_FACTOR, context_cells
 from training.server_log import (
     ArgumentsLine,
     BrokenLine,
+    CapacityLine,
     DecodeLine,
     LogLine,
     PrefillLine,
@@ -71,6 +75,8 @@ class LogSource:
         unusable: Decode lines without a round time, by reason.
         num_broken: Lines that were cut or made no sense.
         arguments: The server's arguments that matter, as far as known.
+        kv_tokens: Tokens of its KV cache; None if the log does not say.
+        chunk_tokens: Most new tokens of a prefill batch; None likewise.
         truncated: Whether the file ends inside a gzip stream.
     """
 
@@ -85,6 +91,8 @@ class LogSource:
     unusable: Mapping[str, int]
     num_broken: int
     arguments: Mapping[str, Any]
+    kv_tokens: int | None
+    chunk_tokens: int | None
     truncated: bool
 
 
@@ -108,7 +116,12 @@ def read_log(path: Path, num_steps: int | None = None) -> LogSource:
             "the scheduler's log at level info, from a time with decode load"
         )
     tier, era = reader.depth(num_steps)
-    points = tuple(point for kept in reader.points.values() for point in kept.finish(tier))
+    points = tuple(
+        point for kept in reader.points.values() for point in _without_stalls(kept.finish(tier))
+    )
+    stalls = sum(len(kept.items) for kept in reader.points.values()) - len(points)
+    if stalls:
+        reader.unusable["with a stall"] += stalls
     return LogSource(
         path=path,
         sha256=str(file.sha256),
@@ -121,8 +134,23 @@ def read_log(path: Path, num_steps: int | None = None) -> LogSource:
         unusable=dict(reader.unusable),
         num_broken=reader.num_broken,
         arguments=reader.arguments or {},
+        kv_tokens=reader.kv_tokens,
+        chunk_tokens=reader.chunk_tokens,
         truncated=file.truncated,
     )
+
+
+def _without_stalls(points: Iterable[Point]) -> list[Point]:
+    """Drop the points of one batch size whose rounds took far longer than their cell's median."""
+    points = list(points)
+    context = np.array([float(point.context_tokens or 0) for point in points])
+    cell = context_cells(np.full(len(points), 1), context)
+    step_s = np.array([point.step_s for point in points])
+    return [
+        point
+        for index, point in enumerate(points)
+        if step_s[index] <= STALL_FACTOR * np.median(step_s[cell == cell[index]])
+    ]
 
 
 @dataclass
@@ -168,6 +196,8 @@ class _Reader:
         self.num_broken = 0
         self.unusable: Counter[str] = Counter()
         self.arguments: Mapping[str, Any] | None = None
+        self.kv_tokens: int | None = None
+        self.chunk_tokens: int | None = None
         self._pairs: Counter[tuple[float, float]] = Counter()
         self._with_accept = 0
         self._max_accept_len = 0.0
@@ -194,6 +224,8 @@ class _Reader:
                     "other arguments; split the log there"
                 )
             self.arguments = line.values
+        elif isinstance(line, CapacityLine):
+            self.kv_tokens, self.chunk_tokens = line.kv_tokens, line.chunk_tokens
         elif isinstance(line, SwitchLine):
             raise CalibrationError(
                 f"{self.path}:{line.number}: expected one depth, but the server switches its draft "

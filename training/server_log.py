@@ -29,6 +29,7 @@ _PREFIX = re.compile(
 _BATCH = re.compile(r"(?P<phase>Decode|Prefill) batch\b(?: \[\d+\])?[.,]? *(?P<fields>.*)")
 _FIELD = re.compile(r"(?:^|, *)(?P<name>[#A-Za-z][^:,]*): *(?P<value>[^,]*)")
 _SWITCH = re.compile(r"Switch adaptive runtime state: steps (\d+) -> (\d+)")
+_CAPACITY = re.compile(r"max_total_num_tokens=(\d{1,15}), chunked_prefill_size=(-?\d{1,15})\b")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)")
 # The pool that holds the context: plain models, hybrids, and pools on two devices.
 _TOKEN_FIELDS = ("#token", "#full token", "#gpu token")
@@ -117,6 +118,21 @@ class ArgumentsLine:
 
 
 @dataclass(frozen=True)
+class CapacityLine:
+    """What the scheduler says of its KV cache when it starts.
+
+    Attributes:
+        number: Its line in the file.
+        kv_tokens: Tokens that the KV cache holds.
+        chunk_tokens: Most new tokens of a prefill batch; None without chunked prefill.
+    """
+
+    number: int
+    kv_tokens: int
+    chunk_tokens: int | None
+
+
+@dataclass(frozen=True)
 class BrokenLine:
     """A batch line that is cut or holds a figure that makes no sense."""
 
@@ -124,7 +140,7 @@ class BrokenLine:
     reason: str
 
 
-LogLine = DecodeLine | PrefillLine | SwitchLine | ArgumentsLine | BrokenLine
+LogLine = DecodeLine | PrefillLine | SwitchLine | ArgumentsLine | CapacityLine | BrokenLine
 
 
 def parse_log(lines: Iterable[tuple[int, str]]) -> Iterator[LogLine]:
@@ -146,6 +162,11 @@ def parse_log(lines: Iterable[tuple[int, str]]) -> Iterator[LogLine]:
             switch = _SWITCH.search(text)
             if switch:
                 yield SwitchLine(number, int(switch[1]), int(switch[2]))
+        elif "max_total_num_tokens=" in text and "server_args=" not in text:
+            capacity = _CAPACITY.search(text)
+            if capacity:
+                chunk = int(capacity[2])
+                yield CapacityLine(number, int(capacity[1]), chunk if chunk > 0 else None)
         elif "server_args=" in text:
             yield ArgumentsLine(number, read_arguments(text[text.index("server_args=") + 12 :]))
 

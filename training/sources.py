@@ -34,7 +34,8 @@ SAME_ARGUMENTS = ("model_path", "attention_backend", "tp_size", "pp_size", "dp_s
 """Server arguments in which all logs and benchmarks of one calibration must agree."""
 
 _LOG = re.compile(
-    r"(Decode|Prefill) batch[.,]|server_args=|^\[\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d", re.MULTILINE
+    r"(Decode|Prefill) batch(?: \[\d+\])?[.,]|server_args=|^\[\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d",
+    re.MULTILINE,
 )
 
 
