@@ -67,6 +67,7 @@ class Validation:
                 c.error_without_batch_size for c in quiet
             ],
         }
+        result["step time, all cells, noisy ones included"] = [c.error for c in self.cells]
         for table in self.tables:
             result[f"throughput, {table.table}"] = [row.error for row in table.rows]
         result["throughput, all tables"] = [r.error for table in self.tables for r in table.rows]
