@@ -93,7 +93,7 @@ def test_fields_of_every_era() -> None:
         "GPU): 0.10, fwd occupancy: 93.20%, fwd+idle occupancy: 99.00%"
     )
     assert (pool.scheduler, pool.context_tokens, pool.graph) == ("DP1 PP0", 266624, False)
-    assert (pool.accept_len, pool.accept_rate, pool.disaggregated) == (1.67, 0.13, True)
+    assert (pool.accept_len, pool.accept_rate, pool.throughput) == (1.67, 0.13, 183.1)
     hisparse = decode(
         STAMP + "Decode batch, #running-req: 2, #gpu token: 90, gpu token usage: 0.10, #cpu token: "
         "7, cpu token usage: 0.00, cpu graph: True, gen throughput (token/s): 5.00, #queue-req: 0"
@@ -116,6 +116,7 @@ LINE = (
         (LINE.replace("661.02", "-661.02"), "gen throughput (token/s)"),
         (LINE.replace("req: 4", "req: -4"), "#running-req"),
         (LINE.replace("2396", "2e3"), "#token"),
+        (LINE.replace("#token", "#t"), "#token"),
         (LINE.replace("len: 2.50", "len: 0.50"), "accept len"),
         (LINE.replace("11-29", "13-29"), "time stamp"),
         (LINE + LINE, "two lines in one"),
@@ -387,6 +388,41 @@ def test_depths_that_contradict_the_log(tmp_path: Path) -> None:
 
 def test_no_decode_line_is_refused() -> None:
     refused(LOGS / "sglang_issue_2777_2025-01_eagle2_cachehit.log", 3, "got none in the log")
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_cutting_and_mixing_lines_never_makes_up_a_round(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Processes write into each other's lines; what is left must be what was logged."""
+    truth = {(p.batch_size, p.context_tokens, p.step_s) for p in read_log(NATIVE).points}
+    lines = NATIVE.read_text().splitlines()
+    for _ in range(data.draw(st.integers(1, 12))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        here = data.draw(st.integers(0, len(lines[at])))
+        match data.draw(st.sampled_from(["cut", "glue", "insert"])):
+            case "cut":
+                lines[at] = lines[at][:here]
+            case "glue":
+                lines[at] += lines[at - 1]
+            case "insert":
+                lines[at] = lines[at][:here] + STAMP + "INFO: GET /" + lines[at][here:]
+    path = tmp_path_factory.mktemp("log") / "n.log"
+    path.write_text("\n".join(lines))
+    try:
+        log = read_log(path)
+    except CalibrationError:
+        return
+    assert {(p.batch_size, p.context_tokens, p.step_s) for p in log.points} <= truth
+
+
+def test_a_log_that_prints_everything_twice(tmp_path: Path) -> None:
+    path = tmp_path / "n.log"
+    path.write_text("".join(f"{line}\n{line}\n" for line in NATIVE.read_text().splitlines()))
+    log = read_log(path)
+    assert log.unusable == {"first after a prefill or a start": 12, "printed twice": 18}
+    assert [p.step_s for p in log.points] == [p.step_s for p in read_log(NATIVE).points]
 
 
 def test_stalls_are_left_out(tmp_path: Path) -> None:

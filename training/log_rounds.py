@@ -20,7 +20,7 @@ them.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,9 @@ class _Kept:
     batch_size: int
     stride: int = 1
     seen: int = 0
-    items: list[tuple[str, int | None, float, float, float]] = field(default_factory=list)
+    items: list[tuple[str, int, float, float, float]] = field(default_factory=list)
 
-    def add(self, item: tuple[str, int | None, float, float, float]) -> None:
+    def add(self, item: tuple[str, int, float, float, float]) -> None:
         if self.seen % self.stride == 0:
             self.items.append(item)
             if len(self.items) >= MAX_POINTS_PER_BATCH:
@@ -244,6 +244,9 @@ class _Reader:
                 self._pairs[line.accept_len, line.accept_rate] += 1
             if line.accept_len > self._max_accept_len:
                 self._max_accept_len, self._max_at = line.accept_len, line.number
+        if previous is not None and _same(line, previous):
+            self.unusable["printed twice"] += 1
+            return
         reason = self._unusable(line, previous)
         if reason:
             self.unusable[reason] += 1
@@ -263,9 +266,7 @@ class _Reader:
         if reason or previous is None:
             return
         step_s = line.batch_size * accept_len / line.throughput
-        context = None
-        if line.context_tokens is not None and previous.context_tokens is not None:
-            context = (line.context_tokens + previous.context_tokens) // 2
+        context = (line.context_tokens + previous.context_tokens) // 2
         kept = self.points.setdefault(line.batch_size, _Kept(line.batch_size))
         kept.add((f"{self.path}:{line.number}", context, step_s, accept_len, line.throughput))
 
@@ -431,13 +432,16 @@ def _fits(era: str, n: int, accept_len: float, accept_rate: float) -> bool:
     return accept_rate - ROUNDING <= high and low <= accept_rate + ROUNDING
 
 
+def _same(line: DecodeLine, previous: DecodeLine) -> bool:
+    """Tell whether a line repeats the one before: no two rounds agree in all figures by chance."""
+    return previous == replace(line, number=previous.number, time_s=previous.time_s)
+
+
 def _requests_changed(line: DecodeLine, previous: DecodeLine) -> bool:
     """Tell from the pool whether a request joined or left between two lines of one batch size.
 
     The pool grows by what was generated: the throughput times a gap that whole seconds bound.
     """
-    if line.context_tokens is None or previous.context_tokens is None:
-        return line.disaggregated
     grown = line.context_tokens - previous.context_tokens
     slack = PAGE_SLACK_TOKENS * line.batch_size
     if grown < -slack:

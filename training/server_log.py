@@ -59,24 +59,22 @@ class DecodeLine:
         time_s: Seconds since the epoch of the log's clock, whole; None without a time stamp.
         scheduler: Which scheduler printed it: its data-parallel rank, or ``""``.
         batch_size: Running requests.
-        context_tokens: Tokens in the KV pool; None if the line does not say.
+        context_tokens: Tokens in the KV pool.
         throughput: Tokens a second since the scheduler's previous line.
         accept_len: Accept length, bonus included, since that line; None without speculation.
         accept_rate: As printed; its meaning depends on the version.
         graph: Whether the last round ran as a captured graph; None if the line does not say.
-        disaggregated: Whether requests join without a prefill line, as on a decode-only server.
     """
 
     number: int
     time_s: float | None
     scheduler: str
     batch_size: int
-    context_tokens: int | None
+    context_tokens: int
     throughput: float
     accept_len: float | None
     accept_rate: float | None
     graph: bool | None
-    disaggregated: bool
 
 
 @dataclass(frozen=True)
@@ -153,22 +151,30 @@ def parse_log(lines: Iterable[tuple[int, str]]) -> Iterator[LogLine]:
         if " batch" in text:
             match = _BATCH.search(text)
             if match:
-                prefix = _PREFIX.search(text, 0, match.start())
+                # The last one: another process may have written into the start of the line.
+                *_, prefix = None, *_PREFIX.finditer(text, 0, match.start())
                 ranks = prefix["ranks"].split() if prefix else []
                 scheduler = " ".join(rank for rank in ranks if re.match(r"(DP|PP)\d", rank))
                 if first_rank.setdefault(scheduler, " ".join(ranks)) == " ".join(ranks):
                     yield _batch(number, match, prefix, scheduler)
-        elif "Switch adaptive" in text:
-            switch = _SWITCH.search(text)
-            if switch:
-                yield SwitchLine(number, int(switch[1]), int(switch[2]))
-        elif "max_total_num_tokens=" in text and "server_args=" not in text:
-            capacity = _CAPACITY.search(text)
-            if capacity:
-                chunk = int(capacity[2])
-                yield CapacityLine(number, int(capacity[1]), chunk if chunk > 0 else None)
-        elif "server_args=" in text:
-            yield ArgumentsLine(number, read_arguments(text[text.index("server_args=") + 12 :]))
+        else:
+            found = _other(number, text)
+            if found:
+                yield found
+
+
+def _other(number: int, text: str) -> LogLine | None:
+    """Return what a line that is about no batch says, if it matters."""
+    if "Switch adaptive" in text:
+        switch = _SWITCH.search(text)
+        return SwitchLine(number, int(switch[1]), int(switch[2])) if switch else None
+    if "server_args=" in text:
+        return ArgumentsLine(number, read_arguments(text[text.index("server_args=") + 12 :]))
+    capacity = _CAPACITY.search(text) if "max_total_num_tokens=" in text else None
+    if capacity:
+        chunk = int(capacity[2])
+        return CapacityLine(number, int(capacity[1]), chunk if chunk > 0 else None)
+    return None
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -233,6 +239,8 @@ def _batch(
         if throughput is None:
             raise ValueError("gen throughput (token/s)")
         tokens = [name for name in _TOKEN_FIELDS if name in fields]
+        if not tokens:
+            raise ValueError("#token")
         batch_size = _count(fields, "#running-req")
         # The last field of every version: a line without it was cut, perhaps inside a number.
         _count(fields, "#queue-req")
@@ -245,12 +253,11 @@ def _batch(
             time_s=time_s,
             scheduler=scheduler,
             batch_size=batch_size,
-            context_tokens=_count(fields, tokens[0]) if tokens else None,
+            context_tokens=_count(fields, tokens[0]),
             throughput=throughput,
             accept_len=accept_len,
             accept_rate=_number(fields, "accept rate"),
             graph=graphs[0] == "True" if graphs else None,
-            disaggregated="#transfer-req" in fields or "pre-allocated usage" in fields,
         )
     except ValueError as error:
         return BrokenLine(number, str(error))
