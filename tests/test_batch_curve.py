@@ -38,6 +38,12 @@ def test_above_the_largest_size_the_last_chord_goes_on() -> None:
     assert found.tolist() == pytest.approx([4.0, 11.0])
 
 
+def test_below_a_quarter_of_the_smallest_size_rounds_are_constant() -> None:
+    sizes, step_s = np.array([16.0, 64.0]), np.array([1.0, 3.0])
+    found = curve(sizes, step_s, np.array([1.0, 3.0, 4.0, 8.0]))
+    assert found[0] == found[1] == found[2] < found[3] < 1.0
+
+
 def test_where_a_larger_batch_yields_less_in_all_a_power_law_joins_the_points() -> None:
     found = curve(np.array([2.0, 8.0]), np.array([1.0, 16.0]), np.array([1.0, 4.0]))
     # Quadratic between them; below, a smaller batch is at best in proportion faster.
@@ -58,6 +64,7 @@ def test_curves_never_fall_and_pass_through_every_point(points: list[tuple[int, 
     assert (found > 0.0).all()
 
 
-def test_knots_reach_from_one_to_twice_the_largest_size() -> None:
+def test_knots_reach_from_a_quarter_of_the_smallest_to_twice_the_largest_size() -> None:
     assert knots(np.array([5.0, 30.0])).tolist() == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 30, 60]
+    assert knots(np.array([17.0, 20.0])).tolist() == [4, 6, 8, 12, 16, 17, 20, 40]
     assert knots(np.array([5.0])).tolist() == [5]

@@ -10,24 +10,29 @@ a latency bound and a throughput bound. In small batches that sum is too flat: r
 first added request on, since mixture-of-experts models read more experts with every token of a
 batch, and here they do. ``d log(step_s) / d log(batch) = step_s / (step_s + latency)``, which rises
 from 0 to 1 with the load and has no constant to be chosen. Below the smallest measured batch size
-the first curve goes on. Above the largest the chord of the last two points does: a straight line is
-the careful guess where throughput may be about to stop growing.
+the first curve goes on down to a quarter of it, and is constant from there: where the latency bound
+sets in cannot be seen from above. Above the largest the chord of the last two points goes on: a
+straight line is the careful guess where throughput may be about to stop growing.
 
 Where a larger batch yields less in all (noise, or a limit of running requests that the source does
 not name) no such curve exists, and the two points are joined by a power law.
 
 The form was chosen among power means of both bounds and Box-Cox transforms of both axes with
 published tables of five systems at hand, each predicted in halves: ``python -m training.validate``.
+The H200 traces of a dense model, read as a table and not used for that choice, agree: 20 rows
+between measured sizes have a median error of 2.6% and none above 9%. Down from there the curve was
+up to 93% too fast, at 8 to 64 times smaller batches, which is why it ends at a quarter.
 
 A calibration is piecewise linear, so the curve becomes knots at powers of two and half-way between
-them, from batch size 1 to the largest measured one, and one at twice that.
+them, from a quarter of the smallest measured batch size to the largest, and one at twice that.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-REACH = 2
-"""How far beyond the largest measured batch size the last knot lies, as a factor."""
+REACH_DOWN = 4
+REACH_UP = 2
+"""How far beyond the measured batch sizes the first and the last knot lie, as factors."""
 BISECTIONS = 60
 FLAT = 1e-9
 """Relative difference up to which two round times are the same."""
@@ -41,7 +46,7 @@ def curve(batch_sizes: Array, step_s: Array, at: Array) -> Array:
     Args:
         batch_sizes: ``(n,)`` ascending.
         step_s: ``(n,)`` seconds, positive and non-decreasing.
-        at: ``(m,)`` batch sizes of at least 1.
+        at: ``(m,)`` positive batch sizes.
 
     Returns:
         ``(m,)`` seconds, non-decreasing in ``at``; a single point gives a constant.
@@ -52,6 +57,7 @@ def curve(batch_sizes: Array, step_s: Array, at: Array) -> Array:
     """
     if len(batch_sizes) == 1:
         return np.full(len(at), step_s[0])
+    at = np.maximum(at, batch_sizes[0] / REACH_DOWN)
     left = np.clip(np.searchsorted(batch_sizes, at, side="right") - 1, 0, len(batch_sizes) - 2)
     b1, b2 = batch_sizes[left], batch_sizes[left + 1]
     t1, t2 = step_s[left], step_s[left + 1]
@@ -90,7 +96,16 @@ def knots(batch_sizes: Array) -> NDArray[np.int64]:
     measured = batch_sizes.astype(np.int64)
     if len(measured) == 1:
         return measured
-    largest = int(measured[-1])
+    smallest, largest = max(int(measured[0]) // REACH_DOWN, 1), int(measured[-1])
     powers = 2 ** np.arange(largest.bit_length())
     grid = np.concatenate([powers, 3 * powers // 2])
-    return np.unique(np.concatenate([grid[grid <= largest], measured, [REACH * largest]]))
+    return np.unique(
+        np.concatenate(
+            [
+                [smallest],
+                grid[(grid > smallest) & (grid <= largest)],
+                measured,
+                [REACH_UP * largest],
+            ]
+        )
+    )
