@@ -20,7 +20,7 @@ EAGLE-3 at 3 steps, measured on other hardware), 48 running requests with specul
 default)."
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-engine lint check calibrations clean distclean
+.PHONY: help train test test-engine lint check calibrations validate clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ calibrations: $(VENV)/.train ## make the shipped calibrations again
 	    training/data/tables/kimi_k2.5_8gpu_throughput.csv \
 	    -o checkpoints/calibrations/kimi-k2.5-8gpu-table.json \
 	    --num-steps 3 --accept-len 2.88 --costs-only --notes $(KIMI_NOTES)
+
+validate: $(VENV)/.train ## show how far the simulator can be believed; fails if a bound is missed
+	$(BIN)/python -m training.validate -o checkpoints/validation.json
 
 clean: ## remove build outputs and caches
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -42,7 +42,8 @@ class TierCost:
 
     Attributes:
         tier: Name of the tier: ``"native"``, ``"cold"``, ``"warm"`` or a number of draft steps.
-        batch_sizes: Measured (padded) batch sizes, ascending.
+        batch_sizes: Padded batch sizes of the knots, ascending: the measured ones, and what a fit
+            adds between or beyond them.
         base_s: Round time at zero context for each of ``batch_sizes``, in seconds, non-decreasing.
         context_s_per_token: Seconds for each context token of the batch, not negative.
         relative_noise: Standard deviation of a round over its prediction, for each batch size.
@@ -97,6 +98,11 @@ class TierCost:
         """The regions, or what stands for them in a file without."""
         low, high = (0, self.max_context_tokens) if self.max_context_tokens else (None, None)
         return self.regions or tuple(Region(size, low, high, 1) for size in self.batch_sizes)
+
+    @cached_property
+    def measured_batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that were measured, ascending; ``batch_sizes`` may have knots besides."""
+        return tuple(sorted({region.batch_size for region in self.measured}))
 
     @cached_property
     def _last_slope_s(self) -> float:

@@ -24,7 +24,9 @@ from training.sources import Sources, read_sources
 from training.tables import TableOptions, expected_accept_len
 
 ROOT = Path(__file__).parents[1]
-TRACES = sorted((ROOT / "training/data/traces").glob("*.jsonl.gz"))
+H200 = Calibration.load(ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+TRACES = [ROOT / "training/data/traces" / file["name"] for file in H200.source["files"]]
+"""The traces of the shipped calibration; the folder may hold more."""
 KIMI = ROOT / "training/data/tables/kimi_k2.5_8gpu_throughput.csv"
 HEADER = TraceHeader(
     engine_version="0.5.17",
@@ -334,7 +336,11 @@ def test_kimi_table_alone_reproduces_its_throughputs(
         throughput = (2.88 if on else 1.0) * batch / step_s
         assert throughput == pytest.approx(float(row["throughput_tok_s"]), rel=0.05)
     shipped_file = Calibration.load(ROOT / "checkpoints/calibrations/kimi-k2.5-8gpu-table.json")
-    assert [replace(cost, regions=()) for cost in found.costs] == list(shipped_file.costs)
+    assert found.costs == shipped_file.costs
+    assert found.cost("native").measured_batch_sizes == (1, 5, 30, 100, 250)
+    assert found.cost("3").measured_batch_sizes == (1, 5, 30, 48)
+    assert found.trust("native", 48, 0) == "interpolated"
+    assert found.trust("3", 96, 0) == "extrapolated"
 
 
 def test_table_options(tmp_path: Path) -> None:
@@ -357,8 +363,13 @@ def test_rows_at_one_batch_size_are_averaged_and_ordered(tmp_path: Path) -> None
         "num_steps,concurrency,throughput_tok_s\noff,1,100\noff,1,50\noff,4,800\noff,8,400\n"
     )
     cost = calibrate(read_sources([path], TableOptions()), "t").calibration.cost("native")
-    assert cost.batch_sizes == (1, 4, 8)
+    assert cost.measured_batch_sizes == (1, 4, 8)
+    assert cost.batch_sizes[-1] == 16
     assert list(cost.base_s) == sorted(cost.base_s)
+    # 15 ms at batch size 1 and 5 ms at 4 are pooled, each weighted by its relative precision.
+    pooled_s = (15e-3 / 15**2 + 5e-3 / 5**2) / (1 / 15**2 + 1 / 5**2)
+    assert [cost.base_at(1), cost.base_at(4)] == pytest.approx([pooled_s, pooled_s])
+    assert cost.base_at(8) == pytest.approx(0.02)
     assert cost.num_rows == 4
 
 

@@ -45,7 +45,7 @@ def test_throughput_by_depth_and_concurrency() -> None:
     assert found.left_out == {"of a changing depth (column num_steps)": 7}
     assert {point.tier for point in found.points} == set("123456") and len(found.points) == 42
     cost = {item.tier: item for item in fit_points(found.points)}
-    assert cost["1"].batch_sizes == (1, 2, 4, 8, 16, 32, 48)
+    assert cost["1"].measured_batch_sizes == (1, 2, 4, 8, 16, 32, 48)
     assert cost["1"].base_s[0] == pytest.approx(1.7 / 162)
     assert found.hardware is None and found.depths == ()
 

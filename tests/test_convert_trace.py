@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from controller.calibration import Calibration
 from controller.errors import TraceError
 from controller.trace import read_trace
 from training.convert_trace import main
 
 ROOT = Path(__file__).parents[1]
-TRACES = sorted((ROOT / "training/data/traces").glob("*.jsonl.gz"))
+H200 = Calibration.load(ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+TRACES = [ROOT / "training/data/traces" / file["name"] for file in H200.source["files"]]
 FLAGS = [
     "--hardware", "H200", "--model", "m", "--engine-version", "0.5.17",
     "--attention-backend", "fa3", "--draft", "EAGLE-3",

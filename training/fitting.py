@@ -99,7 +99,8 @@ def calibrate(
         source: Added to the calibration's origin.
         acceptance: Used instead of what the sources say.
         simulated_acceptance: Whether the engine simulated acceptance where its log cannot say so.
-        costs_only: Leave out the acceptance and the regions.
+        costs_only: Leave out the acceptance and the regions, but for tiers without contexts, whose
+            fit adds knots that only the regions tell from measurements.
 
     Raises:
         CalibrationError: If a tier or the prefill cost cannot be fitted.
@@ -138,7 +139,10 @@ def calibrate(
         prefill = _prefill_of_logs(sources, remarks)
     zero = PrefillCost(0.0, 0.0)
     if costs_only:
-        costs = {tier: replace(cost, regions=()) for tier, cost in costs.items()}
+        costs = {
+            tier: replace(cost, regions=()) if cost.max_context_tokens else cost
+            for tier, cost in costs.items()
+        }
     elif acceptance is None:
         acceptance = acceptance_of(sources, simulated_acceptance)
     calibration = Calibration(

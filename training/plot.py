@@ -43,7 +43,7 @@ def plot(fitted: Fitted, path: Path) -> None:
     for axis, cost in zip(axes, calibration.costs, strict=False):
         batch, step_s = _measured(fitted, cost.tier, cost.context_s_per_token)
         axis.plot(batch, 1e3 * step_s, ".", markersize=3, alpha=0.4, label="measured")
-        low, high = cost.batch_sizes[0], cost.batch_sizes[-1]
+        low, high = cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]
         inside = np.arange(low, high + 1)
         outside = np.arange(high, 2 * high + 1)
         for sizes, style, label in ((inside, "-", "fitted"), (outside, ":", "extrapolated")):
@@ -106,7 +106,7 @@ def _draw_break_even(axis: Any, calibration: Calibration) -> None:
         return
     for cost in speculative:
         context = CONTEXT_PER_REQUEST if cost.max_context_tokens else 0
-        sizes = range(cost.batch_sizes[0], cost.batch_sizes[-1] + 1)
+        sizes = range(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1] + 1)
         values = [break_even(calibration, cost.tier, size, size * context) for size in sizes]
         axis.plot(list(sizes), values, linewidth=1.2, label=cost.tier)
     axis.axhline(1.0, color="gray", linewidth=0.8)

@@ -7,7 +7,8 @@ the context where the source says it. Points of one tier become one :class:`Tier
   was measured at contexts ``LEVEL_GAP`` apart. Otherwise the cost of context is not identified but
   bounded from below: a round with more requests takes no less time, so where a smaller batch of
   a longer context was slower, context must cost the difference. That least slope is used.
-- Without, they are averaged by batch size and made monotone, as :mod:`training.tables` says.
+- Without, they are averaged by batch size and made monotone; between and beyond the batch sizes
+  the round time follows :mod:`training.batch_curve`.
 
 A point is an average over many rounds, so it says nothing about the noise of one: that is zero.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from controller.calibration import Region, TierCost
 from controller.errors import CalibrationError
 from controller.tiers import NATIVE
+from training.batch_curve import curve, knots
 from training.fit import MAX_CONTEXT_SHARE, fit_surfaces, tier_order
 from training.isotonic import pool_adjacent_violators, project_monotone
 from training.samples import LEVEL_GAP, Samples, context_cells
@@ -236,15 +238,18 @@ def _fit_without_context(points: Sequence[Point]) -> Iterable[TierCost]:
         here = ~np.isnan(values[native])
         values[native, here] = pool_adjacent_violators(values[native, here], weights[native, here])
     for i, name in enumerate(names):
-        at = np.flatnonzero(~np.isnan(values[i]))
+        here = np.flatnonzero(~np.isnan(values[i]))
         mine = [point for point in points if point.tier == name]
         counts: Mapping[int, int] = {
-            sizes[j]: sum(point.batch_size == sizes[j] for point in mine) for j in at
+            sizes[j]: sum(point.batch_size == sizes[j] for point in mine) for j in here
         }
+        measured = np.array([float(sizes[j]) for j in here])
+        at = knots(measured)
+        base_s = curve(measured, values[i, here], at.astype(np.float64))
         yield TierCost(
             tier=name,
-            batch_sizes=tuple(sizes[j] for j in at),
-            base_s=tuple(float(f"{values[i, j]:.7g}") for j in at),
+            batch_sizes=tuple(at.tolist()),
+            base_s=tuple(float(f"{value:.7g}") for value in base_s),
             context_s_per_token=0.0,
             relative_noise=(0.0,) * len(at),
             max_context_tokens=0,

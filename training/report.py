@@ -39,7 +39,7 @@ def print_report(fitted: Fitted, console: Console) -> None:
         console.print(_acceptance(fitted.calibration.acceptance))
     console.print(_trust(fitted.calibration))
     for cost in fitted.calibration.costs:
-        sizes = cost.batch_sizes
+        sizes = cost.measured_batch_sizes
         context = (
             f"above {cost.max_context_tokens} context tokens"
             if cost.max_context_tokens
@@ -151,7 +151,7 @@ def _acceptance(profile: AcceptanceProfile) -> RichTable:
 
 
 def _trust(calibration: Calibration) -> RichTable:
-    sizes = sorted({size for cost in calibration.costs for size in cost.batch_sizes})
+    sizes = sorted({size for cost in calibration.costs for size in cost.measured_batch_sizes})
     edges = [1 << power for power in range(sizes[-1].bit_length() + 1)]
     contexts = ", ".join(map(str, CONTEXTS_PER_REQUEST))
     table = RichTable(

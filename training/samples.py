@@ -13,6 +13,7 @@ of at least a factor of ``LEVEL_GAP``.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +28,9 @@ BLOCK_ROUNDS = 4
 HELD_OUT_EVERY = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
-    """Rounds of one tier; all arrays are ``(num_rows,)``.
+    """Rounds of one tier; all arrays are ``(num_rows,)``. Compares and hashes by identity.
 
     Attributes:
         batch_size: Padded batch size.
@@ -45,6 +46,11 @@ class Samples:
     step_s: NDArray[np.float64]
     cell: NDArray[np.int64]
     held_out: NDArray[np.bool_]
+
+    @cached_property
+    def cell_rows(self) -> tuple[NDArray[np.int64], ...]:
+        """Indices of the rounds of each cell, in the order of ``np.unique(cell)``."""
+        return tuple(np.flatnonzero(self.cell == cell) for cell in np.unique(self.cell))
 
     def __len__(self) -> int:
         """Return the number of rounds."""
