@@ -115,7 +115,7 @@ class Bench:
     def launch(self) -> Any:
         """Take a snapshot and decide; what the scheduler waits for before a launch."""
         driver = self.driver
-        launch = driver._observe(self.scheduler, self.batch)
+        launch = driver._observe(self.scheduler, self.batch, 0.0)
         if launch is not None and driver.governor is not None:
             driver._decide(driver.governor, self.scheduler, self.batch, launch)
         return launch

@@ -44,7 +44,8 @@ class Launch:
     queue_depth: int
     kv_use: float
     new_tokens: int | None
-    host_s: float
+    started_s: float
+    host_s: float = 0.0
     num_steps: int | None = None
     keeps_warm: bool = True
     asked: int | None = None
@@ -100,7 +101,7 @@ class Driver:
             guard = self._acting_guard
             if guard is not None and batch.forward_mode.is_decode():
                 guard.begin_round()
-            launch = self._observe(scheduler, batch)
+            launch = self._observe(scheduler, batch, started_s)
             if launch is not None and launch.decode and self.governor is not None:
                 self._decide(self.governor, scheduler, batch, launch)
                 launch.decide_s = time.perf_counter() - started_s
@@ -191,7 +192,7 @@ class Driver:
         self._last_result_s = None
         return original(scheduler, *args)
 
-    def _observe(self, scheduler: Any, batch: Any) -> Launch | None:
+    def _observe(self, scheduler: Any, batch: Any, started_s: float) -> Launch | None:
         """Return a note of the launch, or None if its result will tell nothing."""
         mode = batch.forward_mode
         decode = bool(mode.is_decode())
@@ -207,7 +208,7 @@ class Driver:
             queue_depth=0 if self.ignores_queue else len(scheduler.waiting_queue),
             kv_use=0.0,
             new_tokens=None if decode else batch.extend_num_tokens,
-            host_s=0.0,
+            started_s=started_s,
         )
 
     def _decide(self, governor: Governor, scheduler: Any, batch: Any, launch: Launch) -> None:
@@ -262,8 +263,10 @@ class Driver:
     def _learn(self, launch: Launch, batch: Any, finished: list[bool] | None) -> None:
         correct = launch.result.num_correct_drafts_per_req_cpu if launch.num_steps else None
         now_s = time.perf_counter()
-        before_s, self._last_result_s = self._last_result_s, now_s
-        round_s = None if before_s is None else now_s - before_s
+        # Nothing ran before the first batch after an idle time: it began with its launch.
+        before_s = launch.started_s if self._last_result_s is None else self._last_result_s
+        self._last_result_s = now_s
+        round_s = now_s - before_s
         if self.governor is not None and launch.tier is not None:
             if correct is not None:
                 steps = launch.num_steps or 0
@@ -283,10 +286,10 @@ class Driver:
         return self.guard if self.mode == ON else None
 
     def _measure(
-        self, guard: Guard, launch: Launch, correct: list[int] | None, round_s: float | None
+        self, guard: Guard, launch: Launch, correct: list[int] | None, round_s: float
     ) -> None:
         """Let the guard know what a round took, if only rounds like it are in that time."""
-        if launch.tier is None or round_s is None or launch.tier != self._last_tier:
+        if launch.tier is None or launch.tier != self._last_tier:
             self._same_tier_results = 0
         self._last_tier = launch.tier
         self._same_tier_results += 1
@@ -294,7 +297,7 @@ class Driver:
         # host prepared the second one while that was still running.
         if self._same_tier_results < 3 or not guard.measures:
             return
-        if launch.tier is None or round_s is None or self.governor is None:
+        if launch.tier is None or self.governor is None:
             return
         guard.measured(
             launch.tier,
@@ -319,9 +322,7 @@ class Driver:
             guard_forced=0 if self.guard is None else self.guard.forced,
         )
 
-    def _trace_row(
-        self, launch: Launch, correct: list[int] | None, round_s: float | None
-    ) -> TraceFields:
+    def _trace_row(self, launch: Launch, correct: list[int] | None, round_s: float) -> TraceFields:
         return (
             "decode" if launch.decode else "prefill",
             launch.num_steps,

@@ -1,5 +1,6 @@
 """A server with an HTTP port that the launcher starts: it generates, and shows its metrics."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_launch_starts_a_governed_server_with_metrics(tmp_path):
     assert samples_of(metrics, "wasted_drafts_total")[""] == sum(
         row["num_steps"] - sum(correct) for row, correct in zip(rounds, rows, strict=True)
     )
-    switches = sum(a != b for a, b in zip(names, names[1:], strict=False))
+    switches = sum(a != b for a, b in itertools.pairwise(names))
     assert samples_of(metrics, "switches_total") == {"": switches}
     assert samples_of(metrics, "num_steps") == {"": rounds[-1]["num_steps"]}
     assert samples_of(metrics, "decision_seconds_count") == {"": len(rounds)}

@@ -1,11 +1,13 @@
 """The whole loop: a trace of the engine calibrates, trains, and the policy drives the engine."""
 
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 from harness import start_engine, write_plugin
-from test_governor import governed, play, prompts, ran, read_rounds
+from test_governor import governed, play, ran, read_rounds
 
 from controller.checkpoint import load_checkpoint
 
@@ -36,17 +38,31 @@ def command(*words):
     return done.stdout
 
 
-def test_a_trace_calibrates_trains_and_the_policy_drives_the_engine(tmp_path):
-    trace, calibration = tmp_path / "trace.jsonl.gz", tmp_path / "calibration.json"
-    _, env = governed(tmp_path, "cold,1,2,3,5", SPECGOVERNOR_TRACE=str(trace))
+def work(engine):
+    """Decode at several batch sizes, after prompts of several lengths."""
+    rng = random.Random(0)
+    for size, length in ((1, 500), (4, 30), (8, 100), (2, 300), (8, 40), (4, 200)):
+        words = [[rng.randrange(256) for _ in range(length)] for _ in range(size)]
+        engine.generate(words, 240)
+
+
+def test_traces_calibrate_train_and_the_policy_drives_the_engine(tmp_path):
+    native, governed_trace = tmp_path / "native.jsonl.gz", tmp_path / "governed.jsonl.gz"
+    calibration = tmp_path / "calibration.json"
+    with start_engine(
+        env={"SPECGOVERNOR_TRACE": str(native)}, speculative_algorithm=None
+    ) as engine:
+        expected = play(engine)[0]
+        work(engine)
+        time.sleep(1.5)  # the trace is written once a second
+    _, env = governed(tmp_path, "cold,1,2,3,5", SPECGOVERNOR_TRACE=str(governed_trace))
     plugin = write_plugin(tmp_path / "plugin", STRETCHES)
     with start_engine(env=env, plugins=[plugin]) as engine:
-        played = play(engine)
-        for size in (1, 4, 8):
-            engine.generate(prompts(size), 500)
-        read_rounds(tmp_path / "decisions.jsonl")  # waits for the writer
+        work(engine)
+        time.sleep(1.5)
 
-    assert "5" in command("training.calibrate", trace, "-o", calibration)
+    report = command("training.calibrate", native, governed_trace, "-o", calibration)
+    assert {"native", "cold", "1", "2", "3", "5"} <= set(report.split())
     trained = tmp_path / "trained"
     command(
         "training.ppo", "--calibration", calibration, "--output", trained, "--off", "cold",
@@ -63,7 +79,7 @@ def test_a_trace_calibrates_trains_and_the_policy_drives_the_engine(tmp_path):
         again = play(engine)
         log = engine.log()
         rounds = read_rounds(decisions)
-    assert again[0] == played[0]
+    assert again[0] == expected
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert f"policy trained sha256 {checkpoint.sha256[:12]}" in log
     assert "an error in the governor" not in log

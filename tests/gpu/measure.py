@@ -15,7 +15,6 @@ import random
 import re
 import shutil
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ GPU = Plan(
     depths=(None, 1, 3, 7),
     batches=((1, 600), (8, 600), (32, 500), (64, 450), (128, 400), (256, 360)),
     overhead=((8, 600), (64, 400), (256, 220)),
-    overhead_cycles=4,
+    overhead_cycles=3,
     trace=(
         *((512, size, 800) for size in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
         *((2048, size, 650) for size in (1, 8, 32, 64, 96)),
@@ -52,7 +51,7 @@ GPU = Plan(
         (1, 4, 0.85), (8, 4, 0.85), (32, 4, 0.75), (128, 5, 0.65), (256, 7, 0.45),
         (256, 5, 0.85), (96, 4, 0.6), (16, 4, 0.3), (1, 4, 0.8),
     ),
-    arms=("policy", "3", "cold", "policy"),
+    arms=("policy", "3", "cold"),
 )  # fmt: skip
 CPU = Plan(
     platform=cpu,
@@ -64,6 +63,9 @@ CPU = Plan(
     stages=((1, 2, 0.8), (4, 3, 0.6), (1, 2, 0.8)),
     arms=("policy", "cold"),
 )
+
+
+PARTS = ("overhead", "load", "trace")
 
 
 def prompt(rng, size):
@@ -95,7 +97,7 @@ def fixed(plan, out):
             time.sleep(1.5)  # the trace is written once a second
 
 
-def governed(plan, out):
+def governed(plan, out, parts):
     """Measure the overhead, record a full trace, and put the policy under load."""
     control = ControlFile(out / "control.json")
     deepest = 7 if plan is GPU else 3
@@ -108,18 +110,19 @@ def governed(plan, out):
     plain = Server(out, "plain", plain_arguments, plain_env)
     try:
         with Server(out, "governed", arguments, env, "engine_hooks.launch", ours) as server:
-            report["overhead"] = overhead(plan, control, plain, server)
-            plain.close()
-            full_trace(plan, control, server)
-            report["load"] = under_load(plan, control, server, out / "decisions.jsonl")
             report["start_line"] = next(
                 line for line in server.log.read_text().splitlines() if "hooks verified" in line
             )
+            if "overhead" in parts:
+                report["overhead"] = overhead(plan, control, plain, server)
+            plain.close()
+            if "load" in parts:
+                report["load"] = under_load(plan, control, server, out / "decisions.jsonl")
+            (out / "governed.json").write_text(json.dumps(report, indent=1) + "\n")
+            if "trace" in parts:
+                full_trace(plan, control, server)
     finally:
         plain.close()
-    (out / "governed.json").write_text(json.dumps(report, indent=1) + "\n")
-    with subprocess.Popen(["gzip", "-f", str(out / "decisions.jsonl")]):
-        pass
 
 
 def overhead(plan, control, plain, server):
@@ -158,7 +161,9 @@ def full_trace(plan, control, server):
     control.say("cycle", None)
     time.sleep(0.3)
     rng = random.Random(3)
-    for prompt_tokens, size, num_tokens in plan.trace:
+    # Bursts of prompts first: what a prefill batch costs is fitted from them.
+    bursts = [(p, s, 8) for p, _, _ in plan.trace[::5] for s in (1, 2, 4, 8, 16, 32)]
+    for prompt_tokens, size, num_tokens in (*bursts, *plan.trace):
         rate = asyncio.run(batch(server, rng, size, prompt_tokens, num_tokens))
         print(f"trace: {prompt_tokens} tokens, batch {size}: {rate:.0f} tokens/s", flush=True)
 
@@ -294,13 +299,18 @@ def main():
     """Run what is asked for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("fixed", "governed"))
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="of the governed measurements"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    {"fixed": fixed, "governed": governed}[options.what](
-        CPU if options.rehearse else GPU, options.output.resolve()
-    )
+    plan, output = CPU if options.rehearse else GPU, options.output.resolve()
+    if options.what == "fixed":
+        fixed(plan, output)
+    else:
+        governed(plan, output, options.parts)
     shutil.rmtree(options.output / "plugins", ignore_errors=True)
 
 
