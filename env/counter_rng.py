@@ -14,6 +14,7 @@ from env.compiled import kernel
 STREAM_ACCEPT = np.uint64(1)
 STREAM_DRIFT = np.uint64(2)
 STREAM_NOISE = np.uint64(3)
+STREAM_MIXTURE = np.uint64(4)
 
 
 @kernel

@@ -42,7 +42,8 @@ def warm_moments(state, e, moments):
         request_id = state.running[e, i]
         generated = state.request[e, request_id].generated
         rate = accept_rate(config, request_id, generated, server.now_s)
-        add_powers(moments, rate, state.request[e, request_id].output_tokens - generated)
+        left = state.request[e, request_id].output_tokens - generated
+        add_powers(config, moments, rate, left)
 
 
 @kernel
@@ -74,12 +75,12 @@ def expect_rounds(config, ids, work, size, now_s, num_steps, keeps_warm, repeat,
     tokens = 0.0
     for i in range(size):
         rate = accept_rate(config, ids[i], work[0, i], now_s)
-        add_powers(moments, rate, MAX_NUM_STEPS + 1)
+        add_powers(config, moments, rate, MAX_NUM_STEPS + 1)
         if work[1, i] > 0.0:
             rate *= config.cold_start_share
         else:
             rate *= 1.0 - config.worst_loss * work[2, i]
-        gain = repeat * expected_tokens(rate, num_steps)
+        gain = repeat * expected_tokens(config, rate, num_steps)
         tokens += gain
         work[0, i] += gain
         if not keeps_warm:

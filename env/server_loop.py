@@ -36,6 +36,7 @@ def reset_server(state, e):
     server.next_arrival = 0
     server.num_finished = 0
     server.num_in_system = 0
+    server.num_lingering = 0
     server.chunked = -1
     server.context_tokens = 0
     server.kv_tokens = 0

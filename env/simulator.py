@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from controller.errors import ConfigError
 from controller.features import SCRATCH_SIZE, observation_size
+from controller.tiers import MAX_NUM_STEPS
 from env.acceptance_process import KINDS
 from env.compiled import kernel
 from env.deployment import Deployment, stack_costs
@@ -148,6 +149,7 @@ class Simulator:
         config.cost_row = row
         config.initial_tier = deployment.initial_tier
         config.concurrency = load.concurrency if isinstance(load, ClosedLoop) else 0
+        config.think_s = load.think_s if isinstance(load, ClosedLoop) else 0.0
         config.token_target = load.tokens if isinstance(load, ClosedLoop) else 0
         config.num_requests = workload.max_requests()
         config.max_running_requests = deployment.max_running_requests
@@ -160,10 +162,13 @@ class Simulator:
         config.accept_low = acceptance.low
         config.accept_high = acceptance.high
         config.accept_period = acceptance.period
+        config.accept_share = acceptance.share
+        config.accept_shape = acceptance.position_factors()
         config.cold_start_share = recovery.cold_start_share
         config.worst_loss = recovery.worst_loss
         config.gap_scale_tokens = recovery.gap_scale_tokens
         config.recovery_tokens = recovery.recovery_tokens
+        config.recovery = [0.5 ** (t / recovery.recovery_tokens) for t in range(MAX_NUM_STEPS + 2)]
 
     @property
     def observation_size(self) -> int:

@@ -56,14 +56,18 @@ class ClosedLoop:
     Attributes:
         concurrency: Clients.
         tokens: Output tokens after which the episode ends.
+        think_s: Seconds from an answer to the client's next request, the same for all.
     """
 
     concurrency: int
     tokens: int
+    think_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.tokens < 1:
-            raise ConfigError(f"{self}: expected at least one client and one token")
+        if self.concurrency < 1 or self.tokens < 1 or not 0.0 <= self.think_s < np.inf:
+            raise ConfigError(
+                f"{self}: expected at least one client and one token, and a think_s of at least 0"
+            )
 
 
 @dataclass(frozen=True)
