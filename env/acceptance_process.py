@@ -34,7 +34,7 @@ import numpy as np
 from controller.errors import ConfigError
 from controller.tiers import MAX_NUM_STEPS
 from env.compiled import kernel
-from env.counter_rng import STREAM_DRIFT, STREAM_MIXTURE, key_of, uniform
+from env.counter_rng import STREAM_MIXTURE, item_key, key_of, uniform
 
 SHARED = 0
 PER_REQUEST = 1
@@ -211,7 +211,7 @@ def accept_rate(config, request_id, position, now_s):
         return config.accept_high if odd == (kind == PHASES) else config.accept_low
     knot = np.int64(at)
     share = max(2.0 * (at - knot) - 1.0, 0.0)
-    key = key_of(config.seed, STREAM_DRIFT, item)
+    key = item_key(config.drift_stream, item)
     left = uniform(key, knot)
     right = uniform(key, knot + 1)
     level = left + share * (right - left)

@@ -4,7 +4,7 @@ import numpy as np
 
 from env.acceptance_process import accept_rate, deficit_after_gap, same_for_all
 from env.compiled import kernel
-from env.counter_rng import STREAM_ACCEPT, STREAM_NOISE, key_of, standard_bell, uniform
+from env.counter_rng import STREAM_NOISE, item_key, key_of, standard_bell, uniform
 from env.ideal import add_powers, best_rate, expected_step_s, full_round_s
 from env.outcome import finish_request
 from env.scheduler import pass_time
@@ -35,17 +35,17 @@ def update_draft_state(config, request, num_steps, keeps_warm, tokens):
 
 
 @kernel
-def draw_correct(config, request_id, position, rate, num_steps):
-    """Draw how many of the drafts at a position are correct."""
-    if num_steps == 0:
-        return 0
-    key = key_of(config.seed, STREAM_ACCEPT, np.uint64(request_id))
+def draw_correct(config, key, position, rate, num_steps):
+    """Draw how many of the drafts at a position are correct.
+
+    All drafts are drawn, also those after a wrong one: where the first wrong one is cannot be
+    predicted, and a mispredicted branch costs more than the draws.
+    """
     correct = 0
-    while (
-        correct < num_steps
-        and uniform(key, position + correct) < rate * config.accept_shape[correct]
-    ):
-        correct += 1
+    right = 1
+    for ahead in range(num_steps):
+        right &= uniform(key, position + ahead) < rate * config.accept_shape[ahead]
+        correct += right
     return correct
 
 
@@ -93,7 +93,8 @@ def draw_results(state, e, num_steps, now_s):
             rate = accept_rate(config, request_id, request.generated, now_s)
         warm[i] = rate
         now[i] = draft_rate(config, request, rate, num_steps)
-        drawn[i] = draw_correct(config, request_id, request.generated, now[i], num_steps)
+        key = item_key(config.accept_stream, np.uint64(request_id))
+        drawn[i] = draw_correct(config, key, request.generated, now[i], num_steps)
         histogram[drawn[i]] += 1
 
 

@@ -128,7 +128,9 @@ def look_ahead(state, costs, e, tier, ids, work, lost):
     """
     server = state.server[e]
     config = state.config[e]
-    closed = config.concurrency > 0
+    # Clients that think are known by the arrivals that they have set.
+    closed = config.concurrency > 0 and config.think_s == 0.0
+    issued = config.num_requests if closed else server.num_issued
     moments = np.empty(MAX_NUM_STEPS + 1)
     size, context = copy_batch(state, e, ids, work)
     now_s = server.now_s
@@ -177,7 +179,7 @@ def look_ahead(state, costs, e, tier, ids, work, lost):
                 at = server.waiting_head + server.num_waiting - queued
                 joining = state.waiting[e, at % state.waiting.shape[1]]
                 queued -= 1
-            elif upcoming == config.num_requests or (closed and waiting == 0):
+            elif upcoming == issued or (closed and waiting == 0):
                 break
             elif not closed and state.request[e, upcoming].arrival_s > now_s:
                 break

@@ -138,7 +138,7 @@ class Simulator:
 
     def _configure(self, e: int, cell: Cell, row: int) -> None:
         deployment, workload = cell.deployment, cell.workload
-        largest = workload.prompts.high + workload.outputs.high + deployment.reserved_tokens
+        largest = workload.max_tokens + deployment.reserved_tokens
         if largest > deployment.kv_tokens:
             raise ConfigError(
                 f"workload {workload.name!r}: a request may need {largest} KV tokens, but the "
@@ -157,7 +157,7 @@ class Simulator:
         config.reserved_tokens = deployment.reserved_tokens
         config.chunk_tokens = deployment.prefill_chunk
         config.overlap = deployment.overlap
-        config.mean_output_tokens = workload.outputs.mean()
+        config.mean_output_tokens = workload.mean_output_tokens
         config.accept_kind = KINDS[acceptance.kind]
         config.accept_low = acceptance.low
         config.accept_high = acceptance.high

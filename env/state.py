@@ -16,6 +16,8 @@ from controller.tiers import MAX_NUM_STEPS
 CONFIG = np.dtype(
     [
         ("seed", np.uint64),
+        ("accept_stream", np.uint64),  # keys of the seed's streams, see env.counter_rng
+        ("drift_stream", np.uint64),
         ("cost_row", np.int32),  # row of Costs
         ("initial_tier", np.int32),
         ("concurrency", np.int32),  # clients of a closed loop; 0 for an open one
@@ -130,8 +132,8 @@ class State(NamedTuple):
         request: ``(num_servers, num_requests)`` of ``REQUEST``.
         running: ``(num_servers, max_running)`` request indices, in batch order.
         waiting: ``(num_servers, num_requests)`` ring of request indices.
-        rates: ``(num_servers, 2, max_running)`` accept rates of the last round, by row of the batch:
-            of a warm draft, and of the draft as it was.
+        rates: ``(num_servers, 2, max_running)`` accept rates of the last round by row of the
+            batch: of a warm draft, and of the draft as it was.
         drawn: ``(num_servers, max_running)`` correct drafts of the last round.
         moments: ``(num_servers, MAX_NUM_STEPS + 1)`` summed powers of its warm rates.
         histogram: ``(num_servers, MAX_NUM_STEPS + 1)`` result of the pending round.
