@@ -62,6 +62,11 @@ def _recompiled(kernel: Any, replaced: dict[str, Any]) -> Any:
     )
 
 
+@numba.njit
+def _now():  # pragma: no cover  (compiled)
+    return _ticks()
+
+
 class PhaseClock:
     """A simulator step on one thread that counts the ticks of its phases.
 
@@ -104,6 +109,10 @@ class PhaseClock:
             return result
 
         return clocked
+
+    def now(self) -> int:
+        """Return the time-stamp counter."""
+        return int(_now())
 
     def self_ticks(self) -> dict[str, int]:
         """Return the ticks of each phase, those of the phases inside it taken out."""

@@ -39,6 +39,14 @@ def _reset(state, costs, servers):
         advance(state, costs, servers[i])
 
 
+@kernel
+def _in_range(actions, num_tiers):
+    for action in actions:
+        if not 0 <= action < num_tiers:
+            return False
+    return True
+
+
 @kernel(parallel=True)
 def _step(state, costs, actions, area, tokens, ideal, lost):
     for e in prange(actions.shape[0]):
@@ -131,6 +139,7 @@ class Simulator:
         for e, cell in enumerate(self.cells):
             self._configure(e, cell, deployments.index(id(cell.deployment)))
         self._started = np.zeros(self.num_servers, np.bool_)
+        self._all_started = False
         self._area = np.zeros(self.num_servers)
         self._tokens = np.zeros(self.num_servers, np.int64)
         self.ideal_tokens = np.zeros(self.num_servers)
@@ -186,6 +195,7 @@ class Simulator:
             self._load(int(e), int(seed), self.cells[e].workload.sample(int(seed)))
         _reset(self.state, self.costs, chosen)
         self._started[chosen] = True
+        self._all_started = bool(self._started.all())
 
     def _load(self, e: int, seed: int, table: RequestTable) -> None:
         self.state.config[e].seed = seed
@@ -222,7 +232,7 @@ class Simulator:
 
     def _check(self, tiers: NDArray[np.int64], least: tuple[int, ...]) -> None:
         """Refuse what a kernel, which checks nothing, would read past the end of an array for."""
-        if not self._started.all():
+        if not self._all_started:
             raise ConfigError("the servers hold no episode yet; call reset first")
         fits = tiers.ndim == 1 + len(least) and len(tiers) == self.num_servers
         if not fits or tiers.shape[1:] < least or tiers.dtype.kind not in "iu":
@@ -230,7 +240,7 @@ class Simulator:
                 f"expected integer tier indices of shape {(self.num_servers, *least)}, got "
                 f"{tiers.dtype} of shape {tiers.shape}"
             )
-        if tiers.min() < 0 or tiers.max() >= self.num_tiers:
+        if not _in_range(tiers.reshape(-1), self.num_tiers):
             raise ConfigError(
                 f"expected tier indices from 0 to {self.num_tiers - 1}, got {tiers.min()} to "
                 f"{tiers.max()}; they count the tiers {[tier.name for tier in self.tiers]}"
