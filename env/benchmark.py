@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.calibration import Calibration
-from controller.errors import SpecGovernorError
+from controller.errors import ConfigError, SpecGovernorError
 from controller.features import NUM_PER_TIER
 from env.deployment import Deployment
 from env.greedy import FIRST_SCORE, run_greedy
-from env.phase_clock import PhaseClock
+from env.phase_clock import phase_clock
 from env.scenarios import SCENARIOS
 from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Workload
@@ -143,7 +143,7 @@ def measure(driver: Driver, way: Callable[[int], None], windows: int = WINDOWS) 
 def profile(driver: Driver, rounds: int = 300) -> dict[str, float]:
     """Return the nanoseconds a decision of every phase in lockstep on one thread, longest first."""
     numba.set_num_threads(1)
-    clock = PhaseClock()
+    clock = phase_clock()
     simulator = driver.simulator
     results = (*simulator.step(driver.choose()), simulator.ideal_tokens, simulator.lost_s)
     clock.step(simulator.state, simulator.costs, driver.choose(), *results)  # compiles
@@ -206,7 +206,10 @@ def run(calibration: Calibration, with_profile: bool = True) -> dict[str, Any]:
         "calibration": calibration.name,
     }
     if with_profile:
-        found["profile_ns"] = profile(driver)
+        try:
+            found["profile_ns"] = profile(driver)
+        except ConfigError as error:
+            found["no_profile"] = str(error)
     return found
 
 
@@ -233,6 +236,8 @@ def show(found: dict[str, Any]) -> None:
         print(f"where the {total:,.0f} ns of a decision in lockstep go, the first five")
         for name, spent in list(found["profile_ns"].items())[:5]:
             print(f"  {name:<23} {spent:>12,.0f} ns {spent / total:>6.1%}")
+    elif "no_profile" in found:
+        print(f"no profile: {found['no_profile']}")
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ reading of the clock, about 10 ns a call, so phases are functions that a round c
 import platform
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
@@ -24,7 +25,7 @@ from env import decode, server_loop, simulator
 DECODE_PHASES = ("draw_results", "sum_moments", "credit_tokens", "best_rate", "pass_time")
 LOOP_PHASES = ("record_launch", "process_result", "drop_finished")
 BATCH_PHASES = ("run_decode", "advance")
-"""Phases that hold others: :meth:`PhaseClock.self_ticks` takes those out of them."""
+"""A decode round, which holds the decode phases, and what leads to the next: arrivals, prefill."""
 PREEMPTED_TICKS = 200_000
 """Longer calls, some 0.1 ms where a phase takes microseconds, were interrupted: left out."""
 
@@ -77,17 +78,15 @@ class PhaseClock:
     def __init__(self) -> None:
         if platform.machine().lower() not in ("x86_64", "amd64"):
             raise ConfigError(
-                f"the profile reads the time-stamp counter of x86-64, this is "
-                f"{platform.machine()}; "
-                "leave the profile out"
+                "the profile reads the time-stamp counter of x86-64, this is "
+                f"{platform.machine()}; leave the profile out"
             )
         self.names = DECODE_PHASES + LOOP_PHASES + BATCH_PHASES
         self.ticks = np.zeros(len(self.names), np.int64)
         run_decode = _recompiled(decode.run_decode, self._clocked(decode, DECODE_PHASES))
         loop = self._clocked(server_loop, LOOP_PHASES)
-        advance = _recompiled(server_loop.advance, loop)
         loop["run_decode"] = self._clock("run_decode", run_decode)
-        loop["advance"] = self._clock("advance", advance)
+        loop["advance"] = self._clock("advance", server_loop.advance)
         step_server = _recompiled(server_loop.step_server, loop)
         self.step = _recompiled(simulator._step, {"step_server": step_server})
 
@@ -119,3 +118,9 @@ class PhaseClock:
         own = dict(zip(self.names, self.ticks.tolist(), strict=True))
         own["run_decode"] -= sum(own[name] for name in DECODE_PHASES)
         return own
+
+
+@cache
+def phase_clock() -> PhaseClock:
+    """Return the one clock of this process: compiling it takes as long as a first run."""
+    return PhaseClock()
