@@ -51,6 +51,8 @@ def draw(calibration: Calibration, path: Path) -> None:
         ylabel="CPU time of a decision on each, µs",
         title=f"{benchmark.RUNNING} running requests a server",
     )
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_major_formatter("{x:g}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ class Workload:
     acceptance: Acceptance = field(default_factory=Acceptance)
     prompts: LengthSource = PROMPTS
     outputs: LengthSource = OUTPUTS
-    shifted: tuple[LengthSource, LengthSource] | None = None
+    shifted: tuple[LengthSource, LengthSource] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.shifted is not None and self.acceptance.kind != "phases":

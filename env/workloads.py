@@ -187,4 +187,4 @@ def make_workload(
     prompts, outputs = named_lengths(lengths) if isinstance(lengths, str) else lengths
     other = named_lengths(shifted) if isinstance(shifted, str) else shifted
     shown = name or (load if isinstance(load, str) else type(made).__name__)
-    return Workload(shown, made, acceptance, prompts, outputs, other)
+    return Workload(shown, made, acceptance, prompts, outputs, shifted=other)
