@@ -1,9 +1,12 @@
 """Arrivals, lengths and the registry of workloads: rates, spread, seeds, and bad settings."""
 
+import doctest
+
 import numpy as np
 import pytest
 
 from controller.errors import ConfigError
+from env import acceptance_process, registry
 from env.acceptance_process import Acceptance
 from env.arrivals import GammaBurst, OnOff, OpenLoop, Poisson, Ramp, Replay, scale_to_rate
 from env.lengths import Lengths, TraceLengths, draw_lengths, lengths_of
@@ -227,11 +230,11 @@ def test_what_does_not_fit_together_is_refused():
 
 
 def test_a_registry_lists_settings_and_names():
-    registry: Registry[Acceptance] = Registry("thing")
-    registry.register("one")(lambda low=0.1: Acceptance(low=low))
-    assert registry.names() == ["one"]
-    assert registry.settings("one") == ["low"]
-    assert registry.parse(" one : low = 0.2 ").low == 0.2
+    things: Registry[Acceptance] = Registry("thing")
+    things.register("one")(lambda low=0.1: Acceptance(low=low))
+    assert things.names() == ["one"]
+    assert things.settings("one") == ["low"]
+    assert things.parse(" one : low = 0.2 ").low == 0.2
 
 
 def test_lengths_of_a_trace_are_read_only_once():
@@ -239,3 +242,10 @@ def test_lengths_of_a_trace_are_read_only_once():
     assert isinstance(first, TraceLengths)
     assert first.trace is second.trace
     assert isinstance(named_lengths("default")[0], Lengths)
+
+
+@pytest.mark.parametrize("module", [registry, acceptance_process], ids=["registry", "acceptance"])
+def test_doctests_pass(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
