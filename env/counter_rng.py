@@ -14,6 +14,7 @@ from env.compiled import kernel
 STREAM_ACCEPT = np.uint64(1)
 STREAM_DRIFT = np.uint64(2)
 STREAM_NOISE = np.uint64(3)
+STREAM_MIXTURE = np.uint64(4)
 
 
 @kernel
@@ -26,15 +27,28 @@ def mix(value):
 
 
 @kernel
+def stream_key(seed, stream):
+    """Return the key of a stream under a seed."""
+    return mix(np.uint64(seed) ^ (np.uint64(stream) << np.uint64(56)))
+
+
+@kernel
+def item_key(stream, item):
+    """Return the key of one item (a request, say) of the stream with this key."""
+    return mix(stream + np.uint64(item))
+
+
+@kernel
 def key_of(seed, stream, item):
-    """Return the key of one item (a request, say) of one stream under a seed."""
-    return mix(mix(np.uint64(seed) ^ (np.uint64(stream) << np.uint64(56))) + np.uint64(item))
+    """Return the key of one item of one stream under a seed."""
+    return item_key(stream_key(seed, stream), item)
 
 
 @kernel
 def uniform(key, counter):
     """Return the draw number ``counter`` of ``key``, in [0, 1)."""
-    return (mix(key + np.uint64(counter)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    # 53 bits fit a signed number, which processors turn into a float faster than an unsigned one.
+    return np.int64(mix(key + np.uint64(counter)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @kernel

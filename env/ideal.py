@@ -14,12 +14,15 @@ def expected_step_s(costs, row, tier, batch_size, context_tokens):
 
 
 @kernel
-def add_powers(moments, rate, tokens_left):
-    """Add ``rate ** j`` to ``moments[j]`` for every draft ``j`` that a request has room for."""
+def add_powers(config, moments, rate, tokens_left):
+    """Add the chance of ``j`` correct drafts or more to ``moments[j]``, for each with room left.
+
+    With a flat shape that is ``rate ** j``.
+    """
     power = 1.0
     for j in range(min(MAX_NUM_STEPS + 1, tokens_left)):
         moments[j] += power
-        power *= rate
+        power *= rate * config.accept_shape[j]
 
 
 @kernel
@@ -45,7 +48,7 @@ def best_rate(costs, config, moments, batch_size, context_tokens):
     Args:
         costs: Round times.
         config: Record of ``env.state.CONFIG``.
-        moments: ``(MAX_NUM_STEPS + 1,)`` sums over the batch of the powers of the accept rates, so
+        moments: ``(MAX_NUM_STEPS + 1,)`` sums over the batch of :func:`add_powers`, so
             that depth ``k`` is expected to yield ``moments[0] + ... + moments[k]`` tokens.
         batch_size: Rows of the batch.
         context_tokens: Summed over the batch.

@@ -42,7 +42,8 @@ def warm_moments(state, e, moments):
         request_id = state.running[e, i]
         generated = state.request[e, request_id].generated
         rate = accept_rate(config, request_id, generated, server.now_s)
-        add_powers(moments, rate, state.request[e, request_id].output_tokens - generated)
+        left = state.request[e, request_id].output_tokens - generated
+        add_powers(config, moments, rate, left)
 
 
 @kernel
@@ -74,12 +75,12 @@ def expect_rounds(config, ids, work, size, now_s, num_steps, keeps_warm, repeat,
     tokens = 0.0
     for i in range(size):
         rate = accept_rate(config, ids[i], work[0, i], now_s)
-        add_powers(moments, rate, MAX_NUM_STEPS + 1)
+        add_powers(config, moments, rate, MAX_NUM_STEPS + 1)
         if work[1, i] > 0.0:
             rate *= config.cold_start_share
         else:
             rate *= 1.0 - config.worst_loss * work[2, i]
-        gain = repeat * expected_tokens(rate, num_steps)
+        gain = repeat * expected_tokens(config, rate, num_steps)
         tokens += gain
         work[0, i] += gain
         if not keeps_warm:
@@ -127,7 +128,9 @@ def look_ahead(state, costs, e, tier, ids, work, lost):
     """
     server = state.server[e]
     config = state.config[e]
-    closed = config.concurrency > 0
+    # Clients that think are known by the arrivals that they have set.
+    closed = config.concurrency > 0 and config.think_s == 0.0
+    issued = config.num_requests if closed else server.num_issued
     moments = np.empty(MAX_NUM_STEPS + 1)
     size, context = copy_batch(state, e, ids, work)
     now_s = server.now_s
@@ -176,7 +179,7 @@ def look_ahead(state, costs, e, tier, ids, work, lost):
                 at = server.waiting_head + server.num_waiting - queued
                 joining = state.waiting[e, at % state.waiting.shape[1]]
                 queued -= 1
-            elif upcoming == config.num_requests or (closed and waiting == 0):
+            elif upcoming == issued or (closed and waiting == 0):
                 break
             elif not closed and state.request[e, upcoming].arrival_s > now_s:
                 break

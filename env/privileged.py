@@ -12,7 +12,7 @@ import numpy as np
 from controller.tiers import MAX_NUM_STEPS
 from env.acceptance_process import accept_rate
 from env.compiled import kernel
-from env.decode import draft_rate
+from env.decode import draft_rate, expected_tokens
 
 DEPTHS = np.array([1, 3, 7])
 AHEAD_S = np.array([0.0, 0.5, 2.0])
@@ -49,7 +49,7 @@ def fill_privileged(state, e, out):
             total = 0.0
             d = 0
             for j in range(1, MAX_NUM_STEPS + 1):
-                power *= rate
+                power *= rate * config.accept_shape[j - 1]
                 total += power
                 if j == DEPTHS[d]:
                     out[at + d] += total
@@ -66,7 +66,7 @@ def fill_privileged(state, e, out):
         request = state.request[e, request_id]
         rate = accept_rate(config, request_id, request.generated, server.now_s)
         rate = draft_rate(config, request, rate, 3)
-        cold += rate + rate * rate + rate * rate * rate
+        cold += expected_tokens(config, rate, 3) - 1.0
         deficit += request.deficit
         gaps += 1.0 if request.stale_tokens > 0.0 else 0.0
         left += 1.0 - request.generated / request.output_tokens

@@ -2,11 +2,14 @@
 
 from controller.errors import ConfigError
 from env.deployment import Deployment
+from env.lengths import LengthSource
 from env.simulator import Cell
-from env.workload import ClosedLoop, Lengths
+from env.workload import ClosedLoop
 
 
-def request_s(deployment: Deployment, prompts: Lengths, outputs: Lengths, batch_size: int) -> float:
+def request_s(
+    deployment: Deployment, prompts: LengthSource, outputs: LengthSource, batch_size: int
+) -> float:
     """Return the server's seconds for one request of mean lengths, decoded off in such a batch."""
     tier = deployment.resolved_tiers()[0]
     calibration = deployment.calibration
@@ -17,7 +20,7 @@ def request_s(deployment: Deployment, prompts: Lengths, outputs: Lengths, batch_
     return outputs.mean() * step_s / batch_size + prefill_s
 
 
-def capacity_rps(deployment: Deployment, prompts: Lengths, outputs: Lengths) -> float:
+def capacity_rps(deployment: Deployment, prompts: LengthSource, outputs: LengthSource) -> float:
     """Return the requests a second that the server sustains off, with a full batch."""
     limit = min(
         deployment.max_running_requests,
@@ -37,7 +40,7 @@ def reference_batch(cell: Cell) -> float:
     limit = deployment.max_running_requests
     if isinstance(workload.load, ClosedLoop):
         return float(min(workload.load.concurrency, limit))
-    rate = 0.5 * (workload.load.low_rate + workload.load.high_rate)
+    rate = workload.load.mean_rate
     batch = 1
     for candidate in range(1, limit + 1):
         batch = candidate

@@ -101,6 +101,8 @@ def retract(state, e):
             request.prefilled = 0
             push_waiting(state, e, request_id)
             server.num_retracted += 1
+        else:
+            server.num_lingering -= 1
         decoded = 0
         allowed = 1
         for i in range(server.num_running):

@@ -10,6 +10,7 @@ import numpy as np
 from controller.features import fill_observation
 from controller.memory import CURRENT_TIER, record_join, record_launch, record_result, reset_memory
 from env.compiled import kernel
+from env.counter_rng import STREAM_ACCEPT, STREAM_DRIFT, stream_key
 from env.decode import run_decode
 from env.ideal import expected_step_s
 from env.outcome import drop_finished
@@ -27,6 +28,8 @@ def reset_server(state, e):
     """Empty a server. Its config and request table are already in place."""
     server = state.server[e]
     config = state.config[e]
+    config.accept_stream = stream_key(config.seed, STREAM_ACCEPT)
+    config.drift_stream = stream_key(config.seed, STREAM_DRIFT)
     server.now_s = 0.0
     server.visible_s = 0.0
     server.num_running = 0
@@ -36,6 +39,7 @@ def reset_server(state, e):
     server.next_arrival = 0
     server.num_finished = 0
     server.num_in_system = 0
+    server.num_lingering = 0
     server.chunked = -1
     server.context_tokens = 0
     server.kv_tokens = 0

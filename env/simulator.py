@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from controller.errors import ConfigError
 from controller.features import SCRATCH_SIZE, observation_size
+from controller.tiers import MAX_NUM_STEPS
 from env.acceptance_process import KINDS
 from env.compiled import kernel
 from env.deployment import Deployment, stack_costs
@@ -36,6 +37,14 @@ def _reset(state, costs, servers):
     for i in prange(servers.shape[0]):
         reset_server(state, servers[i])
         advance(state, costs, servers[i])
+
+
+@kernel
+def _in_range(actions, num_tiers):
+    for action in actions:
+        if not 0 <= action < num_tiers:
+            return False
+    return True
 
 
 @kernel(parallel=True)
@@ -130,6 +139,7 @@ class Simulator:
         for e, cell in enumerate(self.cells):
             self._configure(e, cell, deployments.index(id(cell.deployment)))
         self._started = np.zeros(self.num_servers, np.bool_)
+        self._all_started = False
         self._area = np.zeros(self.num_servers)
         self._tokens = np.zeros(self.num_servers, np.int64)
         self.ideal_tokens = np.zeros(self.num_servers)
@@ -137,7 +147,7 @@ class Simulator:
 
     def _configure(self, e: int, cell: Cell, row: int) -> None:
         deployment, workload = cell.deployment, cell.workload
-        largest = workload.prompts.high + workload.outputs.high + deployment.reserved_tokens
+        largest = workload.max_tokens + deployment.reserved_tokens
         if largest > deployment.kv_tokens:
             raise ConfigError(
                 f"workload {workload.name!r}: a request may need {largest} KV tokens, but the "
@@ -148,6 +158,7 @@ class Simulator:
         config.cost_row = row
         config.initial_tier = deployment.initial_tier
         config.concurrency = load.concurrency if isinstance(load, ClosedLoop) else 0
+        config.think_s = load.think_s if isinstance(load, ClosedLoop) else 0.0
         config.token_target = load.tokens if isinstance(load, ClosedLoop) else 0
         config.num_requests = workload.max_requests()
         config.max_running_requests = deployment.max_running_requests
@@ -155,15 +166,18 @@ class Simulator:
         config.reserved_tokens = deployment.reserved_tokens
         config.chunk_tokens = deployment.prefill_chunk
         config.overlap = deployment.overlap
-        config.mean_output_tokens = workload.outputs.mean()
+        config.mean_output_tokens = workload.mean_output_tokens
         config.accept_kind = KINDS[acceptance.kind]
         config.accept_low = acceptance.low
         config.accept_high = acceptance.high
         config.accept_period = acceptance.period
+        config.accept_share = acceptance.share
+        config.accept_shape = acceptance.position_factors()
         config.cold_start_share = recovery.cold_start_share
         config.worst_loss = recovery.worst_loss
         config.gap_scale_tokens = recovery.gap_scale_tokens
         config.recovery_tokens = recovery.recovery_tokens
+        config.recovery = [0.5 ** (t / recovery.recovery_tokens) for t in range(MAX_NUM_STEPS + 2)]
 
     @property
     def observation_size(self) -> int:
@@ -181,6 +195,7 @@ class Simulator:
             self._load(int(e), int(seed), self.cells[e].workload.sample(int(seed)))
         _reset(self.state, self.costs, chosen)
         self._started[chosen] = True
+        self._all_started = bool(self._started.all())
 
     def _load(self, e: int, seed: int, table: RequestTable) -> None:
         self.state.config[e].seed = seed
@@ -217,7 +232,7 @@ class Simulator:
 
     def _check(self, tiers: NDArray[np.int64], least: tuple[int, ...]) -> None:
         """Refuse what a kernel, which checks nothing, would read past the end of an array for."""
-        if not self._started.all():
+        if not self._all_started:
             raise ConfigError("the servers hold no episode yet; call reset first")
         fits = tiers.ndim == 1 + len(least) and len(tiers) == self.num_servers
         if not fits or tiers.shape[1:] < least or tiers.dtype.kind not in "iu":
@@ -225,7 +240,7 @@ class Simulator:
                 f"expected integer tier indices of shape {(self.num_servers, *least)}, got "
                 f"{tiers.dtype} of shape {tiers.shape}"
             )
-        if tiers.min() < 0 or tiers.max() >= self.num_tiers:
+        if not _in_range(tiers.reshape(-1), self.num_tiers):
             raise ConfigError(
                 f"expected tier indices from 0 to {self.num_tiers - 1}, got {tiers.min()} to "
                 f"{tiers.max()}; they count the tiers {[tier.name for tier in self.tiers]}"

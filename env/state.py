@@ -16,9 +16,12 @@ from controller.tiers import MAX_NUM_STEPS
 CONFIG = np.dtype(
     [
         ("seed", np.uint64),
+        ("accept_stream", np.uint64),  # keys of the seed's streams, see env.counter_rng
+        ("drift_stream", np.uint64),
         ("cost_row", np.int32),  # row of Costs
         ("initial_tier", np.int32),
         ("concurrency", np.int32),  # clients of a closed loop; 0 for an open one
+        ("think_s", np.float64),  # from an answer to its client's next request
         ("token_target", np.int64),  # a closed loop ends here; 0 for an open one
         ("num_requests", np.int32),
         ("max_running_requests", np.int32),
@@ -31,10 +34,13 @@ CONFIG = np.dtype(
         ("accept_low", np.float64),
         ("accept_high", np.float64),
         ("accept_period", np.float64),
+        ("accept_share", np.float64),
+        ("accept_shape", np.float64, (MAX_NUM_STEPS + 1,)),  # factor of the rate by position
         ("cold_start_share", np.float64),
         ("worst_loss", np.float64),
         ("gap_scale_tokens", np.float64),
         ("recovery_tokens", np.float64),
+        ("recovery", np.float64, (MAX_NUM_STEPS + 2,)),  # share of a deficit left, by tokens
         ("slo_weight", np.float64),
         ("slo_ttft_s", np.float64),
         ("slo_tpot_s", np.float64),
@@ -53,6 +59,7 @@ SERVER = np.dtype(
         ("num_issued", np.int32),  # requests whose arrival time is set
         ("num_finished", np.int32),
         ("num_in_system", np.int32),
+        ("num_lingering", np.int32),  # finished requests whose rows are still in the batch
         ("chunked", np.int32),  # request in the middle of a chunked prefill, or -1
         ("context_tokens", np.int64),  # summed over the running requests
         ("kv_tokens", np.int64),  # held or reserved, running requests and the chunked one
@@ -125,6 +132,10 @@ class State(NamedTuple):
         request: ``(num_servers, num_requests)`` of ``REQUEST``.
         running: ``(num_servers, max_running)`` request indices, in batch order.
         waiting: ``(num_servers, num_requests)`` ring of request indices.
+        rates: ``(num_servers, 2, max_running)`` accept rates of the last round by row of the
+            batch: of a warm draft, and of the draft as it was.
+        drawn: ``(num_servers, max_running)`` correct drafts of the last round.
+        moments: ``(num_servers, MAX_NUM_STEPS + 1)`` summed powers of its warm rates.
         histogram: ``(num_servers, MAX_NUM_STEPS + 1)`` result of the pending round.
         tier_rounds: ``(num_servers, num_tiers)`` rounds that ran each tier.
         memory: ``(num_servers, NUM_MEMORY)``, and the rest of the controller's memory:
@@ -139,6 +150,9 @@ class State(NamedTuple):
     request: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    rates: np.ndarray
+    drawn: np.ndarray
+    moments: np.ndarray
     histogram: np.ndarray
     tier_rounds: np.ndarray
     memory: np.ndarray
@@ -156,6 +170,9 @@ def new_state(num_servers: int, max_requests: int, max_running: int, num_tiers: 
         request=np.zeros((num_servers, max_requests), REQUEST).view(np.recarray),
         running=np.zeros((num_servers, max_running), np.int32),
         waiting=np.zeros((num_servers, max_requests), np.int32),
+        rates=np.zeros((num_servers, 2, max_running)),
+        drawn=np.zeros((num_servers, max_running), np.int32),
+        moments=np.zeros((num_servers, MAX_NUM_STEPS + 1)),
         histogram=np.zeros((num_servers, MAX_NUM_STEPS + 1), np.int64),
         tier_rounds=np.zeros((num_servers, num_tiers), np.int64),
         memory=np.zeros((num_servers, NUM_MEMORY)),

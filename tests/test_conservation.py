@@ -9,10 +9,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from controller.calibration import Calibration, PrefillCost, TierCost
-from env.acceptance_process import Acceptance, DraftRecovery
+from env.acceptance_process import KINDS, Acceptance, DraftRecovery
+from env.arrivals import GammaBurst, OnOff, OpenLoop, Poisson, Ramp
+from env.compiled import kernel
 from env.deployment import Deployment
 from env.simulator import Cell, Simulator
-from env.workload import ClosedLoop, Lengths, OpenLoop, Workload
+from env.workload import ClosedLoop, Lengths, Workload
 
 TIERS = "native,warm,1,4"
 NUM_TIERS = 4
@@ -211,6 +213,163 @@ def test_littles_law_in_the_steady_state_of_a_closed_loop(overlap):
     mean_s = (done["finish_s"] - done["arrival_s"]).mean()
     assert len(done) / server.now_s * mean_s == pytest.approx(8, rel=0.01)
     assert server.area / server.now_s == pytest.approx(8, rel=1e-9)
+
+
+# A million rounds
+
+
+@kernel
+def audit_requests(state, e):
+    """Return the number of the first law that a request breaks, or 0."""
+    server = state.server[e]
+    tokens = 0
+    finished = 0
+    arrived = 0
+    for i in range(state.config[e].num_requests):
+        request = state.request[e, i]
+        tokens += request.generated
+        if not 0 <= request.generated <= request.output_tokens:
+            return 1  # more tokens than it has
+        if request.finished_in >= 0:
+            finished += 1
+            if request.generated != request.output_tokens:
+                return 2  # closed before its last token
+            if not request.arrival_s <= request.first_token_s <= request.finish_s <= server.now_s:
+                return 3  # times out of order
+        if i < server.num_issued and request.arrival_s <= server.now_s:
+            arrived += 1
+    if tokens != server.output_tokens:
+        return 4  # tokens lost or made
+    if finished != server.num_finished or arrived - finished != server.num_in_system:
+        return 5  # arrivals that are neither inside nor gone
+    return 0
+
+
+@kernel
+def audit_places(state, e, places):
+    """Return 6 if a request is nowhere, in two places, or not from the list; otherwise 0.
+
+    Args:
+        state: The servers.
+        e: The server.
+        places: ``(num_requests,)`` work space: how often each request was found.
+    """
+    server = state.server[e]
+    places[:] = 0
+    for i in range(server.num_running):
+        if state.request[e, state.running[e, i]].finished_in < 0:
+            places[state.running[e, i]] += 1
+    for i in range(server.num_waiting):
+        places[state.waiting[e, (server.waiting_head + i) % state.waiting.shape[1]]] += 1
+    if server.chunked >= 0:
+        places[server.chunked] += 1
+    for i in range(server.next_visible, server.num_issued):
+        places[i] += 1
+    for i in range(state.config[e].num_requests):
+        if state.request[e, i].finished_in >= 0:
+            places[i] += 1
+        if places[i] != (1 if i < server.num_issued else 0):
+            return 6
+    return 0
+
+
+@kernel
+def audit_slots(state, e):
+    """Return the number of the first law that the batch or its KV slots break, or 0."""
+    server = state.server[e]
+    config = state.config[e]
+    held = 0
+    lingering = 0
+    for i in range(server.num_running):
+        request = state.request[e, state.running[e, i]]
+        held += request.prompt_tokens + request.generated
+        lingering += 1 if request.finished_in >= 0 else 0
+    slots = held + server.num_running * config.reserved_tokens
+    if server.chunked >= 0:
+        slots += state.request[e, server.chunked].prefilled + config.reserved_tokens
+    if held != server.context_tokens or slots != server.kv_tokens:
+        return 7  # KV slots lost or made
+    if server.kv_tokens > config.kv_capacity_tokens and server.num_running > 1:
+        return 8  # more KV slots than there are
+    if lingering != server.num_lingering or server.num_running > config.max_running_requests:
+        return 9  # rows miscounted, or more than allowed
+    if not 0 <= server.num_correct <= server.num_proposed:
+        return 10  # more drafts correct than proposed
+    return 0
+
+
+@kernel
+def audit_all(state, places, out):
+    """Fill ``out`` (``(num_servers,)``) with the law that each server breaks, or 0."""
+    for e in range(out.shape[0]):
+        out[e] = audit_requests(state, e)
+        if out[e] == 0:
+            out[e] = audit_places(state, e, places)
+        if out[e] == 0:
+            out[e] = audit_slots(state, e)
+
+
+def random_cell(rng):
+    """Draw a small cell of any load and acceptance, often with a cache that is too small."""
+    prompts = Lengths(float(rng.integers(1, 60)), 0.7, 1, 120)
+    outputs = Lengths(float(rng.choice([3, 30, 500])), 0.7, 1, int(rng.choice([60, 200])))
+    deployment = Deployment(
+        SYSTEM,
+        TIERS,
+        max_running_requests=int(rng.integers(1, 25)),
+        kv_capacity_tokens=330 + int(rng.choice([0, 200, 600, 1200, 5000])),
+        chunk_tokens=int(rng.choice([1, 16, 100, 8192])),
+        overlap=bool(rng.integers(2)),
+        recovery=DraftRecovery(float(rng.random()), float(rng.random())),
+    )
+    rate, count = float(rng.choice([5.0, 50.0, 2000.0])), int(rng.integers(1, 41))
+    loads = (
+        Poisson(rate, count),
+        GammaBurst(rate, float(rng.uniform(0.3, 5.0)), count),
+        Ramp(0.1 * rate, rate, 1.0, count),
+        OnOff(rate, 0.0, 0.2, 0.5, count),
+        OpenLoop(0.3 * rate, rate, 1.0, count),
+        ClosedLoop(int(rng.integers(1, 31)), int(rng.integers(1, 800))),
+        ClosedLoop(int(rng.integers(1, 31)), int(rng.integers(1, 800)), float(rng.random())),
+    )
+    kind = str(rng.choice(list(KINDS)))
+    low = float(rng.uniform(0.0, 0.5))
+    high = float(rng.uniform(0.5, 1.0))
+    shape = (1.0, *rng.uniform(0.2, 1.0, 4).tolist())
+    acceptance = Acceptance(kind, low, high, float(rng.choice([0.5, 3.0, 50.0])), 0.4, shape)
+    return Cell(deployment, Workload("random", rng.choice(loads), acceptance, prompts, outputs))
+
+
+def test_nothing_is_lost_or_made_in_a_million_rounds():
+    rng = np.random.default_rng(20261129)
+    cells = [random_cell(rng) for _ in range(250)]
+    simulator = Simulator(cells)
+    simulator.reset(list(range(250)))
+    places = np.zeros(simulator.state.request.shape[1], np.int64)
+    found = np.zeros(250, np.int64)
+    rounds = episodes = retracted = 0
+    seed = 250
+    audit_all(simulator.state, places, found)
+    while rounds < 1_000_000:
+        rounds += int((~simulator.done).sum())
+        simulator.step(rng.integers(0, NUM_TIERS, 250))
+        audit_all(simulator.state, places, found)
+        assert not found.any(), f"server {found.argmax()} breaks law {found.max()}"
+        over = np.flatnonzero(simulator.done)
+        for e in over:
+            server, config = simulator.state.server[e], simulator.state.config[e]
+            retracted += int(server.num_retracted)
+            if config.concurrency == 0:
+                assert server.num_finished == config.num_requests
+                assert server.num_in_system == server.num_waiting == 0
+            else:
+                assert server.output_tokens >= config.token_target
+        episodes += len(over)
+        if len(over):
+            simulator.reset(list(range(seed, seed + len(over))), over.tolist())
+            seed += len(over)
+    assert episodes > 1000
+    assert retracted > 100
 
 
 # Independence and repeatability

@@ -1,20 +1,24 @@
 """The cells that controllers are compared on, and the wider ones that the policy trains on."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from controller.calibration import Calibration, TierCost
+from controller.errors import ConfigError
 from env.acceptance_process import Acceptance
 from env.deployment import Deployment
 from env.scale import capacity_rps
+from env.scenarios import SCENARIOS
 from env.simulator import Cell
 from env.workload import OUTPUTS, PROMPTS, ClosedLoop, OpenLoop, Workload
+from env.workloads import LOADS, make_workload, named_lengths
 
 CONCURRENCIES = (1, 8, 32, 64, 128, 256)
 ACCEPTANCES = (
-    Acceptance("shared", 0.3, 0.9, period=5.0),
-    Acceptance("per-request", 0.3, 0.9, period=256.0),
+    SCENARIOS.make("drift", low=0.3, high=0.9, period_s=5.0),
+    SCENARIOS.make("drift-per-request", low=0.3, high=0.9, period_tokens=256.0),
 )
 EPISODE_S = 40.0
 """Length of a closed-loop episode on an off-only server, in seconds of decoding."""
@@ -22,6 +26,8 @@ OPEN_REQUESTS = 600
 OPEN_SWING = (0.1, 0.9)
 """Arrival rates of the open loop, as shares of the off-only capacity."""
 OPEN_PERIOD_S = 60.0
+NAMED_LOAD = 0.6
+"""Rate of a named load that says none, as a share of the off-only capacity."""
 
 
 def closed_loop(deployment: Deployment, concurrency: int, episode_s: float) -> ClosedLoop:
@@ -53,6 +59,53 @@ def default_cells(deployment: Deployment) -> list[Cell]:
         load_open = open_loop(deployment, *OPEN_SWING, OPEN_REQUESTS)
         name = f"open, {acceptance.kind}"
         cells.append(Cell(deployment, Workload(name, load_open, acceptance)))
+    return cells
+
+
+def named_cells(
+    deployment: Deployment,
+    loads: Sequence[str],
+    scenarios: Sequence[str],
+    lengths: str = "default",
+    shifted: str | None = None,
+) -> list[Cell]:
+    """Return every load under every acceptance scenario, both by name.
+
+    Args:
+        deployment: The server.
+        loads: Texts such as ``"closed:concurrency=8"``, ``"gamma-burst:cv=4"`` or
+            ``"azure-2023:split=code"``; a load that takes a rate and gets none runs at
+            ``NAMED_LOAD`` of the off-only capacity, except replays, which keep their own.
+        scenarios: Texts such as ``"collapse"`` or ``"mixture:share=0.2"``.
+        lengths: See ``env.workloads.named_lengths``; replays have their own.
+        shifted: Lengths of every second block of phase shifts; None leaves them alike.
+
+    Raises:
+        ConfigError: If a name or a setting is unknown.
+    """
+    cells = []
+    for load in loads:
+        name, _, given = load.partition(":")
+        takes = LOADS.settings(name)
+        replays = "time_scale" in takes
+        text = load
+        settings = {part.partition("=")[0].strip() for part in given.split(",")}
+        if "rate" in takes and not replays and "rate" not in settings:
+            rate = NAMED_LOAD * capacity_rps(deployment, *named_lengths(lengths))
+            text = f"{name}:{given + ',' if given else ''}rate={rate!r}"
+        for scenario in scenarios:
+            acceptance = SCENARIOS.parse(scenario)
+            shifts = acceptance.kind == "phases" and not replays
+            workload = make_workload(
+                text,
+                acceptance,
+                "default" if replays else lengths,
+                shifted if shifts else None,
+                name=f"{load}, {scenario}",
+            )
+            cells.append(Cell(deployment, workload))
+    if not cells:
+        raise ConfigError("named cells: expected at least one load and one scenario, got none")
     return cells
 
 
