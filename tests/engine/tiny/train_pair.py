@@ -14,6 +14,7 @@ once: its steps are unrolled, so a deep one sees what its shallower ones left it
 import argparse
 import functools
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -222,6 +223,11 @@ def main() -> None:
     library = read_library()
     text = join([source for name, source in library.items() if not is_held_out(name)])
     held_out = join([source for name, source in library.items() if is_held_out(name)])
+    try:
+        prompts = excerpts(library, args.excerpts, args.seed)
+    except ValueError as error:
+        print(f"train_pair.py: {error}; lower --excerpts", file=sys.stderr)
+        raise SystemExit(2) from None
     print(f"{len(text)} bytes to train on, {len(held_out)} held out")
 
     target = Target()
@@ -237,7 +243,7 @@ def main() -> None:
     round_to_bfloat16(draft)
     save(args.folder, "draft", draft.weights())
 
-    write_excerpts(args.folder / "held_out.json", excerpts(library, args.excerpts, args.seed))
+    write_excerpts(args.folder / "held_out.json", prompts)
     report(target, draft, held_out, args.seed)
     wall_s, processor_s = time.monotonic() - begin, time.process_time()
     print(f"{wall_s:.0f} s, {processor_s:.0f} s of processor time, on {args.threads} threads")
