@@ -11,8 +11,8 @@ HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 HOW = "needs SGLang, in an environment of its own: run `make test-engine`"
 
 if HAS_SGLANG:
-    # The tests import the harness and the stand-in for sgl_kernel, as the engine does.
-    sys.path[:0] = [str(HERE), str(HERE / "cpu_kernels")]
+    # The tests import the harness, the stand-in for sgl_kernel and the training of the tiny pair.
+    sys.path[:0] = [str(HERE), str(HERE / "cpu_kernels"), str(HERE / "tiny")]
 
 
 class SkippedModule(pytest.Module):

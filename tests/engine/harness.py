@@ -22,7 +22,6 @@ makes a throw-away one for `plugins`.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -44,6 +43,7 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).resolve().parent
+TINY = HERE / "tiny"  # the trained target and draft
 BOOT_LIMIT_S = 180.0
 REPLY_LIMIT_S = 120.0
 KILL_LIMIT_S = 20.0
@@ -65,21 +65,6 @@ class Output:
     meta_info: Mapping[str, Any]
 
 
-def tiny_pair() -> Path:
-    """Return the folder of the tiny target and draft; make it on first use, in the environment."""
-    sources = [HERE / "tiny/make_pair.py", *sorted(HERE.glob("tiny/*/config.json"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    folder = Path(sys.prefix) / "cache" / f"tiny-pair-{digest}"
-    if not folder.exists():
-        folder.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            made = Path(unfinished) / "pair"
-            subprocess.run([sys.executable, sources[0], made], check=True, timeout=60)
-            with contextlib.suppress(OSError):  # another process was faster
-                made.rename(folder)
-    return folder
-
-
 def arguments(folder: Path, candidate_steps: object = None, **overrides: Any) -> dict[str, Any]:
     """Return the arguments of an engine that drafts, with `overrides` of SGLang's own names.
 
@@ -89,9 +74,9 @@ def arguments(folder: Path, candidate_steps: object = None, **overrides: Any) ->
             or SGLang's own table {smallest batch size: {"candidate_steps": [...], ...}}.
         overrides: None removes an argument, speculative_algorithm=None all of speculation.
     """
-    pair = tiny_pair()
     given: dict[str, Any] = {
-        "model_path": str(pair / "target"),
+        "model_path": str(TINY / "target"),
+        "dtype": "float32",  # fewer near-ties, which two ranks would break differently than one
         "device": "cpu",
         "attention_backend": "intel_amx",
         "skip_tokenizer_init": True,
@@ -109,7 +94,7 @@ def arguments(folder: Path, candidate_steps: object = None, **overrides: Any) ->
     if overrides.get("speculative_algorithm", "EAGLE3") is not None:
         given |= {
             "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(pair / "draft"),
+            "speculative_draft_model_path": str(TINY / "draft"),
             "speculative_num_steps": 3,
             "speculative_eagle_topk": 1,
         }

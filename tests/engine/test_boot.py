@@ -4,12 +4,12 @@ Each mode is one engine, started once for the file; all of them do the same work
 """
 
 import functools
-import random
 import time
 from dataclasses import dataclass
 
 import psutil
 import pytest
+import texts
 from harness import Engine, EngineFailed, Output, alive, start_engine, start_server, write_plugin
 
 pytestmark = pytest.mark.timeout(400)
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(400)
 BATCHES = (1, 3, 8)
 NUM_TOKENS = 64
 LONG = 400  # tokens
+HISTOGRAM = "spec_correct_drafts_histogram"
 # SGLang's own ladder, at batch sizes that a small machine reaches, and quick to move.
 LADDER = {
     "1": {"candidate_steps": [1, 3, 5]},
@@ -35,9 +36,8 @@ MODES = {
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:
-    """Return random prompts of 4 to 40 tokens; the first ones are the same for every count."""
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randrange(4, 41))] for _ in range(count)]
+    """Return pieces of text of 4 to 40 tokens; the first ones are the same for every count."""
+    return texts.prompts(count, seed)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_greedy_output_is_the_same_token_for_token(mode):
     for size in BATCHES:
         assert said(played.batches[size]) == expected[:size]
     assert {len(tokens) for tokens in expected} == {NUM_TOKENS}
-    assert len({token for tokens in expected for token in tokens}) > 100  # no short loop
+    assert len({token for tokens in expected for token in tokens}) > 40  # no short loop
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,7 +123,7 @@ def test_sglangs_account_adds_up(mode):
         rounds, correct = account["spec_verify_ct"], account["spec_num_correct_drafts"]
         # The first token is the prefill's; the last round may accept more than was asked for.
         assert 0 <= 1 + rounds + correct - NUM_TOKENS <= 5
-        histogram = account["spec_correct_drafts_histogram"]
+        histogram = account[HISTOGRAM]
         assert sum(histogram) == rounds
         assert sum(i * count for i, count in enumerate(histogram)) == correct
 
@@ -136,17 +136,14 @@ def test_acceptance_is_partial_and_varies():
     assert meta(outputs, "spec_num_proposed_drafts") == [
         3 * rounds for rounds in meta(outputs, "spec_verify_ct")
     ]
-    # And within a text: rounds with no correct draft, with all three, and in between.
-    for none, *some, every in meta(outputs, "spec_correct_drafts_histogram"):
-        assert none > 0
-        assert sum(some) > 0
-        assert every > 0
+    # And within a text: rounds with none, one, two and all three correct.
+    assert all(count > 0 for count in play_of("fixed").long.meta_info[HISTOGRAM])
 
 
 def test_the_ladder_moves_with_batch_size_and_acceptance():
     played = play_of("ladder")
     assert meta(played.batches[8], "spec_num_correct_drafts") == [0] * 8  # its only step is 0
-    histogram = played.long.meta_info["spec_correct_drafts_histogram"]
+    histogram = played.long.meta_info[HISTOGRAM]
     assert len(histogram) == 6  # up to 5 steps at batch 1
     assert histogram[5] > 0
     assert played.info["speculative_adaptive"] is True
@@ -156,7 +153,7 @@ def test_two_ranks_draft_as_one_does():
     played, one = play_of("two ranks"), play_of("fixed")
     assert played.info["tp_size"] == 2
     assert " TP1]" in played.log
-    for name in ("spec_verify_ct", "spec_correct_drafts_histogram"):
+    for name in ("spec_verify_ct", HISTOGRAM):
         assert meta(played.batches[8], name) == meta(one.batches[8], name)
 
 

@@ -5,12 +5,12 @@ one, three and eight, and requests that join, leave and are aborted while others
 """
 
 import json
-import random
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import texts
 from harness import start_engine, write_plugin
 
 from controller.calibration import Calibration
@@ -86,8 +86,7 @@ def governed(tmp_path, tiers, **more):
 
 
 def prompts(count, seed=7):
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randrange(4, 40))] for _ in range(count)]
+    return texts.prompts(count, seed)
 
 
 def play(engine):
