@@ -40,7 +40,7 @@ lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test ## what CI runs
+check: lint test test-engine ## what CI runs
 
 calibrations: $(VENV)/.train ## make the shipped calibrations again
 	$(BIN)/python -m training.calibrate \
@@ -77,7 +77,8 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(BIN)/python
 $(VENV_ENGINE)/.installed: constraints-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV_ENGINE)
 	$(VENV_ENGINE)/bin/python -m pip install -c constraints-engine.txt \
-	    sglang==0.5.23 pytest pytest-timeout safetensors
+	    sglang==0.5.23 pytest pytest-timeout safetensors \
+	    gymnasium matplotlib stable-baselines3 tyro wandb
 	$(VENV_ENGINE)/bin/python -m pip install --no-deps -e .
 	@touch $@
 

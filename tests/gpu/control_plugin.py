@@ -4,6 +4,8 @@
 
 - `tiers`: "policy", or the name of a tier, or "cycle": every tier for `CYCLE_ROUNDS` in turn. The
   policy decides in any case, so that its time is spent, and the guard keeps out of the other two.
+- `bypass`: the governor's hooks hand everything through, as if they were not there;
+- `log`: whether the decision log is written;
 - `accept_rate`: each draft is accepted with this chance, request by request; null leaves SGLang's
   own simulation (`SGLANG_SIMULATE_ACC_LEN`), which has to be on.
 """
@@ -23,15 +25,13 @@ class Control:
 
     def __init__(self, file):
         self._file = pathlib.Path(file)
-        self.tiers = "policy"
-        self.accept_rate = None
+        self.said = {"tiers": "policy", "accept_rate": None, "bypass": False, "log": True}
         threading.Thread(target=self._poll, daemon=True).start()
 
     def _poll(self):
         while True:
             try:
-                said = json.loads(self._file.read_text())
-                self.tiers, self.accept_rate = said["tiers"], said["accept_rate"]
+                self.said = json.loads(self._file.read_text())
             except (OSError, ValueError):
                 pass  # Not written yet, or just being written.
             time.sleep(POLL_S)
@@ -42,8 +42,33 @@ def register():
     if "CONTROL_FILE" not in os.environ:
         return
     control = Control(os.environ["CONTROL_FILE"])
+    control_driver(control)
     control_tiers(control)
     control_acceptance(control)
+
+
+def control_driver(control):
+    """Let the control take the hooks out. SGLang must load this plugin before the governor's."""
+    from engine_hooks.driver import Driver
+
+    run, process = Driver.run_batch, Driver.process_batch_result
+    logs = []
+
+    def run_batch(self, original, *args, **kwargs):
+        if control.said["bypass"]:
+            return original(*args, **kwargs)
+        if self.decisions is not None:
+            logs.append(self.decisions)
+        self.decisions = logs[0] if logs and control.said["log"] else None
+        del logs[1:]
+        return run(self, original, *args, **kwargs)
+
+    def process_batch_result(self, original, *args, **kwargs):
+        if control.said["bypass"]:
+            return original(*args, **kwargs)
+        return process(self, original, *args, **kwargs)
+
+    Driver.run_batch, Driver.process_batch_result = run_batch, process_batch_result
 
 
 def control_tiers(control):
@@ -57,15 +82,17 @@ def control_tiers(control):
     def policy_tier(self, *seen):
         nonlocal rounds
         chosen = decide(self, *seen)
-        if control.tiers == "policy":
+        if control.said["tiers"] == "policy":
             return chosen
-        if control.tiers == "cycle":
+        if control.said["tiers"] == "cycle":
             rounds += 1
             return rounds // CYCLE_ROUNDS % len(self.tiers.tiers)
-        return [tier.name for tier in self.tiers.tiers].index(control.tiers)
+        return [tier.name for tier in self.tiers.tiers].index(control.said["tiers"])
 
     Governor.policy_tier = policy_tier
-    Guard.tier = lambda self, size: guard_tier(self, size) if control.tiers == "policy" else None
+    Guard.tier = lambda self, size: (
+        guard_tier(self, size) if control.said["tiers"] == "policy" else None
+    )
 
 
 def control_acceptance(control):
@@ -76,7 +103,7 @@ def control_acceptance(control):
     simulate = spec_utils.generate_simulated_accept_index
 
     def drawn(**given):
-        rate, steps = control.accept_rate, given["spec_steps"]
+        rate, steps = control.said["accept_rate"], given["spec_steps"]
         if rate is None or steps == 0:
             return simulate(**given)
         num_correct, device = given["num_correct_drafts"], given["accept_index"].device

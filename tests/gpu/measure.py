@@ -41,7 +41,7 @@ GPU = Plan(
     depths=(None, 1, 3, 7),
     batches=((1, 600), (8, 600), (32, 500), (64, 450), (128, 400), (256, 360)),
     overhead=((8, 600), (64, 400), (256, 220)),
-    overhead_cycles=3,
+    overhead_cycles=4,
     trace=(
         *((512, size, 800) for size in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
         *((2048, size, 650) for size in (1, 8, 32, 64, 96)),
@@ -51,7 +51,7 @@ GPU = Plan(
         (1, 4, 0.85), (8, 4, 0.85), (32, 4, 0.75), (128, 5, 0.65), (256, 7, 0.45),
         (256, 5, 0.85), (96, 4, 0.6), (16, 4, 0.3), (1, 4, 0.8),
     ),
-    arms=("policy", "3", "cold"),
+    arms=("policy", "3", "cold", "cold", "3", "policy"),
 )  # fmt: skip
 CPU = Plan(
     platform=cpu,
@@ -65,7 +65,7 @@ CPU = Plan(
 )
 
 
-PARTS = ("overhead", "load", "trace")
+PARTS = ("load", "overhead", "trace")
 
 
 def prompt(rng, size):
@@ -98,49 +98,50 @@ def fixed(plan, out):
 
 
 def governed(plan, out, parts):
-    """Measure the overhead, record a full trace, and put the policy under load."""
+    """Put the policy under load, measure what it costs, and record a full trace."""
     control = ControlFile(out / "control.json")
-    deepest = 7 if plan is GPU else 3
-    plain_arguments, plain_env = plan.platform(0.4, 3)
-    arguments, env = plan.platform(0.75, deepest)
+    arguments, env = plan.platform(0.75, 7 if plan is GPU else 3)
     env |= {"CONTROL_FILE": str(control.path)}
     ours = ["--policy", POLICY, "--governor-trace", out / "governed.trace.jsonl.gz"]
     ours += ["--governor-decisions", out / "decisions.jsonl", "--"]
     report = {}
-    plain = Server(out, "plain", plain_arguments, plain_env)
-    try:
-        with Server(out, "governed", arguments, env, "engine_hooks.launch", ours) as server:
-            report["start_line"] = next(
-                line for line in server.log.read_text().splitlines() if "hooks verified" in line
+    with Server(out, "governed", arguments, env, "engine_hooks.launch", ours) as server:
+        report["start_line"] = next(
+            line for line in server.log.read_text().splitlines() if "hooks verified" in line
+        )
+        asyncio.run(warm_up(server))
+        for part, measure in (("load", under_load), ("overhead", overhead), ("trace", full_trace)):
+            if part in parts:
+                report[part] = measure(plan, control, server)
+                # What was measured so far is kept, whatever happens to the rest.
+                (out / "governed.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+async def warm_up(server):
+    """Compile what SGLang compiles at the first request of a kind, which can take minutes."""
+    async with session() as http:
+        words = prompt(random.Random(0), 64)
+        for temperatures in ((0,), (0.8,), (0, 0.8)):
+            await asyncio.gather(
+                *(generate(http, server, words, 16, temperature=t) for t in temperatures)
             )
-            if "overhead" in parts:
-                report["overhead"] = overhead(plan, control, plain, server)
-            plain.close()
-            if "load" in parts:
-                report["load"] = under_load(plan, control, server, out / "decisions.jsonl")
-            (out / "governed.json").write_text(json.dumps(report, indent=1) + "\n")
-            if "trace" in parts:
-                full_trace(plan, control, server)
-    finally:
-        plain.close()
 
 
-def overhead(plan, control, plain, server):
-    """Compare the same depth on a server without the plugin and one with all of it, interleaved."""
-    control.say("3", None)
+def overhead(plan, control, server):
+    """Compare one depth with all of the plugin and without it, interleaved in one server.
+
+    With it, the policy decides, the guard measures, and trace and metrics are recorded; what runs
+    is the same. The decision log, which is for finding faults, is off.
+    """
     rows = []
     rng = random.Random(2)
     for size, num_tokens in plan.overhead:
-        prompt_tokens = 64 if plan is CPU else 512
-        for one in (plain, server):
-            asyncio.run(batch(one, rng, size, prompt_tokens, num_tokens))  # warm-up
-        pairs = []
-        for _ in range(plan.overhead_cycles):
-            rates = [
-                asyncio.run(batch(one, rng, size, prompt_tokens, num_tokens))
-                for one in (plain, server, server, plain)
-            ]
-            pairs += [(rates[0], rates[1]), (rates[3], rates[2])]
+        rates = {True: [], False: []}
+        for bypass in (True, False, *(True, False, False, True) * plan.overhead_cycles):
+            control.say("3", bypass=bypass, log=False)
+            prompt_tokens = 64 if plan is CPU else 512
+            rates[bypass].append(asyncio.run(batch(server, rng, size, prompt_tokens, num_tokens)))
+        pairs = list(zip(rates[True][1:], rates[False][1:], strict=True))  # the first: warm-up
         ratios = [governed / alone for alone, governed in pairs]
         mean = statistics.fmean(ratios)
         error = statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -152,20 +153,22 @@ def overhead(plan, control, plain, server):
                 "standard_error": round(error, 4),
             }
         )
-        print(f"overhead: batch {size}: governed/plain {mean:.4f} +- {error:.4f}", flush=True)
+        print(f"overhead: batch {size}: with/without {mean:.4f} +- {error:.4f}", flush=True)
     return rows
 
 
 def full_trace(plan, control, server):
     """Run every tier at every batch size and context."""
-    control.say("cycle", None)
-    time.sleep(0.3)
+    control.say("cycle", log=False)
     rng = random.Random(3)
     # Bursts of prompts first: what a prefill batch costs is fitted from them.
     bursts = [(p, s, 8) for p, _, _ in plan.trace[::5] for s in (1, 2, 4, 8, 16, 32)]
+    rows = []
     for prompt_tokens, size, num_tokens in (*bursts, *plan.trace):
         rate = asyncio.run(batch(server, rng, size, prompt_tokens, num_tokens))
+        rows.append([prompt_tokens, size, num_tokens, round(rate, 1)])
         print(f"trace: {prompt_tokens} tokens, batch {size}: {rate:.0f} tokens/s", flush=True)
+    return rows
 
 
 class Load:
@@ -206,7 +209,7 @@ class Load:
         async with session() as http:
             running = {}
             for clients, seconds, rate in stages:
-                change(rate)
+                await asyncio.to_thread(change, rate)
                 self._wanted = clients
                 for index in range(clients):
                     if index not in running or running[index].done():
@@ -238,9 +241,10 @@ async def governor_metrics(server):
     return found
 
 
-def under_load(plan, control, server, decisions):
+def under_load(plan, control, server):
     """Run the same load under the policy and under fixed tiers; say what ran when."""
     arms = []
+    decisions = control.path.with_name("decisions.jsonl")
     for arm in plan.arms:
         time.sleep(1.5)
         known = len(decisions.read_text().splitlines())

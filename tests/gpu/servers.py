@@ -67,18 +67,21 @@ def cpu(kv_share, steps=None):
 
 
 def plugins(folder):
-    """Make folders from which SGLang finds the control plugin, and ours if it is not installed."""
+    """Make folders from which SGLang finds the control plugin, and ours if it is not installed.
+
+    It loads them in the order of the path: the control plugin first.
+    """
     wanted = {"control_plugin": "control_plugin:register"}
     try:
         importlib.metadata.distribution("specgovernor")
     except importlib.metadata.PackageNotFoundError:
         wanted["specgovernor"] = "engine_hooks.plugin:register"
     for name, target in wanted.items():
-        metadata = folder / f"{name}-1.0.dist-info"
+        metadata = folder / name / f"{name}-1.0.dist-info"
         metadata.mkdir(parents=True, exist_ok=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {target}\n")
-    return [folder, HERE, ROOT]
+    return [*(folder / name for name in wanted), HERE, ROOT]
 
 
 class Server:
@@ -147,7 +150,9 @@ class Server:
 def session():
     """Return an HTTP session for many requests at a time."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
+        # A connection of its own for each request: an idle one may just be being closed.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=600),
     )
 
 
@@ -166,22 +171,17 @@ async def get(http, server, path):
         return await answer.text()
 
 
-async def set_mode(http, server, number):
-    """Change the governor's mode."""
-    body = {"server_args": {"specgovernor_mode": number}}
-    async with http.post(f"{server.url}/set_internal_state", json=body) as answer:
-        assert await answer.json() == [True], await answer.text()
-
-
 class ControlFile:
     """Tells the control plugin what to do."""
 
     def __init__(self, path):
         self.path = path
-        self.say("policy", None)
+        self.say("policy")
 
-    def say(self, tiers, accept_rate):
-        """Write what shall be so from now on."""
+    def say(self, tiers, accept_rate=None, bypass=False, log=True):
+        """Write what shall be so, and wait until it is."""
+        said = {"tiers": tiers, "accept_rate": accept_rate, "bypass": bypass, "log": log}
         unfinished = self.path.with_suffix(".new")
-        unfinished.write_text(json.dumps({"tiers": tiers, "accept_rate": accept_rate}))
+        unfinished.write_text(json.dumps(said))
         unfinished.rename(self.path)
+        time.sleep(0.25)
