@@ -20,6 +20,7 @@ from training.validation.cells import check_cells, hold_out_cells, summary
 from training.validation.closed_loop import accept_rate_of
 from training.validation.halves import judge_tables, predict_halves
 from training.validation.logs import check_logs, compare_log, find_pairs
+from training.validation.other_run import check_other_runs, find_other_runs, judge_other_runs
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "training/data"
@@ -258,7 +259,7 @@ def test_a_missed_bound_exits_with_1(
     cells = hold_out_cells({"native": samples_of(2e-8)})
     calibration = Calibration.load(CALIBRATION)
     wrong = tuple(replace(cell, predicted_s=2.0 * cell.measured_s) for cell in cells)
-    result = validate.Validation(calibration, wrong, (), (), ())
+    result = validate.Validation(calibration, wrong, (), (), (), ())
     monkeypatch.setattr(validate, "validate", lambda *_: result)
     output = tmp_path / "out.json"
     assert validate.main(["--calibration", str(CALIBRATION), "-o", str(output)]) == 1
@@ -287,3 +288,29 @@ def test_changed_missing_and_table_sources_are_one_line_errors(
     assert "made from step traces" in err
     assert err.count("\n") == 1
     assert validate.main([*command, "-o", str(CALIBRATION)]) == 2
+
+
+def test_another_run_is_predicted_and_a_slower_one_is_told() -> None:
+    calibration = Calibration.load(CALIBRATION)
+    known = validate.read_sources_of(calibration, DATA / "traces")
+    others = find_other_runs(DATA / "traces", known)
+    names = [trace.path.name for trace in others]
+    assert len(names) == 4
+    assert not set(names) & {trace.path.name for trace in known}
+    cells = judge_other_runs(calibration, others)
+    assert {cell.tier for cell in cells} == {"cold", "1", "2", "3", "5", "7"}
+    assert all(check.passed for check in check_other_runs(cells))
+    slower = [
+        replace(
+            trace,
+            rows=tuple(
+                row if row.step_s is None else replace(row, step_s=1.2 * row.step_s)
+                for row in trace.rows
+            ),
+        )
+        for trace in others
+    ]
+    checks = check_other_runs(judge_other_runs(calibration, slower))
+    assert not any(check.passed for check in checks)
+    assert checks[0].value == pytest.approx(1 - 1 / 1.2, abs=0.03)
+    assert check_other_runs([]) == ()

@@ -3,9 +3,10 @@
 Usage:
     python -m training.validate [--calibration FILE.json] [--data FOLDER] [-o FILE.json]
 
-Four parts, each a module of ``training/validation``:
+Five parts, each a module of ``training/validation``:
 
 - step time of every measured (tier, batch size, context) cell, predicted from the other cells;
+- step time of other runs of the same system, predicted by the calibration;
 - throughput tables, each half of the concurrencies predicted from the other;
 - server logs, calibrated alone, against the step trace of the same run;
 - decode throughput of the simulator against the trace's, from end to end.
@@ -29,6 +30,7 @@ from training.validation.cells import hold_out_cells
 from training.validation.closed_loop import simulate_cells
 from training.validation.halves import judge_tables
 from training.validation.logs import compare_log, find_pairs
+from training.validation.other_run import find_other_runs, judge_other_runs
 from training.validation.report import SCHEMA, Validation, print_validation
 
 DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
@@ -54,6 +56,7 @@ def validate(calibration: Calibration, data: Path) -> Validation:
     return Validation(
         calibration=calibration,
         cells=hold_out_cells(samples),
+        other_runs=judge_other_runs(calibration, find_other_runs(data / "traces", traces)),
         tables=judge_tables(data / "tables"),
         logs=tuple(compare_log(log, trace) for log, trace in find_pairs(data)),
         closed_loop=simulate_cells(calibration, pairs, samples),

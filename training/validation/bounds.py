@@ -13,6 +13,11 @@ CELL_MEDIAN = 0.03
 CELL_P95 = 0.10
 """95th percentile of the same."""
 
+OTHER_MEDIAN = 0.05
+"""Median relative error over quiet cells of runs that the calibration has never seen."""
+OTHER_P95 = 0.10
+"""95th percentile of the same."""
+
 TABLE_MEDIAN = 0.07
 """Median relative throughput error over all table rows predicted from the other half."""
 TABLE_WORST = 0.20

@@ -14,6 +14,7 @@ from training.validation.cells import CellError, check_cells, summary
 from training.validation.closed_loop import CellThroughput
 from training.validation.halves import TableResult, check_tables
 from training.validation.logs import LogResult, check_logs
+from training.validation.other_run import OtherCell, check_other_runs
 
 SCHEMA = "specgovernor.validation"
 SCHEMA_VERSION = 1
@@ -28,6 +29,7 @@ class Validation:
     Attributes:
         calibration: The one whose traces were used.
         cells: Step time of every cell, predicted from the others.
+        other_runs: Step time of every cell of runs that the calibration has never seen.
         tables: Throughput tables, predicted in halves.
         logs: Server logs against the trace of their run.
         closed_loop: Simulated against measured decode throughput.
@@ -35,6 +37,7 @@ class Validation:
 
     calibration: Calibration
     cells: tuple[CellError, ...]
+    other_runs: tuple[OtherCell, ...]
     tables: tuple[TableResult, ...]
     logs: tuple[LogResult, ...]
     closed_loop: tuple[CellThroughput, ...]
@@ -42,7 +45,12 @@ class Validation:
     @property
     def checks(self) -> tuple[Check, ...]:
         """Every figure that has a bound."""
-        return (*check_cells(self.cells), *check_tables(self.tables), *check_logs(self.logs))
+        return (
+            *check_cells(self.cells),
+            *check_other_runs(self.other_runs),
+            *check_tables(self.tables),
+            *check_logs(self.logs),
+        )
 
     @property
     def passed(self) -> bool:
@@ -68,6 +76,9 @@ class Validation:
             ],
         }
         result["step time, all cells, noisy ones included"] = [c.error for c in self.cells]
+        result["step time of other runs, quiet cells"] = [
+            c.error for c in self.other_runs if c.quiet
+        ]
         for table in self.tables:
             result[f"throughput, {table.table}"] = [row.error for row in table.rows]
         result["throughput, all tables"] = [r.error for table in self.tables for r in table.rows]
@@ -99,6 +110,7 @@ class Validation:
                 if errors
             },
             "step_time_cells": [{**asdict(c), "quiet": c.quiet} for c in self.cells],
+            "other_runs": [{**asdict(c), "quiet": c.quiet} for c in self.other_runs],
             "tables": [asdict(table) for table in self.tables],
             "logs": [asdict(log) for log in self.logs],
             "simulated_throughput": [
@@ -146,6 +158,25 @@ def print_validation(result: Validation, console: Console) -> None:
                 f"{1e3 * c.predicted_s:.2f}",
             )
             for c in noisy
+        ),
+    )
+    _print(
+        console,
+        "Step time of other runs, predicted by the calibration (noisy cells marked ~)",
+        ("trace", "tier", "batch", "context", "rounds", "ms", "spread", "predicted", "error"),
+        (
+            (
+                c.trace.removesuffix(".jsonl.gz"),
+                c.tier,
+                f"{'' if c.quiet else '~'}{c.batch_size}",
+                c.context_tokens,
+                c.rounds,
+                f"{1e3 * c.measured_s:.2f}",
+                f"{c.deviation:.1%}",
+                f"{1e3 * c.predicted_s:.2f}",
+                f"{c.error:+.1%}",
+            )
+            for c in result.other_runs
         ),
     )
     _print(
