@@ -16,17 +16,10 @@ from env.deployment import Deployment
 from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Lengths, Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TIERS = "native,warm,1,4"
 NUM_TIERS = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Run kernels of few servers on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def calibration(noise=0.05):

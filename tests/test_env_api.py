@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 from gymnasium.utils import env_checker
@@ -21,16 +20,9 @@ from env.simulator import Cell, Simulator
 from env.vector_env import SEED_STRIDE, GovernorVecEnv
 from env.workload import ClosedLoop, Lengths, OpenLoop, Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS, OUTPUTS = Lengths(50, 0.5, 1, 120), Lengths(30, 0.5, 1, 90)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run kernels of few servers on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def calibration():

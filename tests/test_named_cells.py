@@ -1,6 +1,5 @@
 """Comparison cells made from names of loads and acceptance scenarios."""
 
-import numba
 import numpy as np
 import pytest
 
@@ -15,16 +14,9 @@ from env.workload import OUTPUTS, PROMPTS, ClosedLoop, Lengths, Workload
 from tests.synthetic import even_system
 from training.suite import NAMED_LOAD, named_cells
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SERVER = Deployment(even_system(row_s=0.0001), "native,1,3", max_running_requests=64)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run kernels of few servers on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def test_named_cells_run_to_their_end():

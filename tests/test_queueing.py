@@ -5,7 +5,6 @@ service time is prefill and decode rounds. In the mean, time in system must be P
 Khinchine's, E[S] + arrival rate E[S^2] / (2 (1 - load)), whatever the lengths are.
 """
 
-import numba
 import numpy as np
 import pytest
 
@@ -17,18 +16,11 @@ from env.workload import ClosedLoop, Poisson, Workload
 from env.workloads import named_lengths
 from tests.synthetic import even_system
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEP_S = 0.010
 CONSTANT = (Lengths(20, 0.0, 20, 20), Lengths(8, 0.0, 8, 8))
 WIDE = (Lengths(30, 1.0, 1, 400), Lengths(6, 0.9, 1, 80))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Run kernels of few servers on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def run(load, lengths, system, tiers="native", tier=0, seed=2, acceptance=None, **changes):

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
@@ -17,6 +16,8 @@ from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Lengths, OpenLoop, Workload
 from training.controllers import BatchThreshold, Bound, Oracle, fixed_controllers
 from training.evaluation import evaluate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLDER = Path(__file__).parents[1] / "checkpoints/calibrations"
 SERVER = Deployment(Calibration.load(FOLDER / "h200-llama3-8b-eagle3-fa3.json"))
@@ -69,15 +70,6 @@ BASELINES = [
         for threshold in (4, 12, 24, 32, 48, 64, 96, 128, 192)
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Wake no second thread: on a busy machine that takes longer."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 @cache

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
@@ -22,6 +21,8 @@ from env.vector_env import GovernorVecEnv
 from env.workload import ClosedLoop, Lengths, OpenLoop, Workload
 from training.controllers import fixed_controllers
 from training.evaluation import evaluate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLDER = Path(__file__).parents[1] / "checkpoints/calibrations"
 SERVER = Deployment(Calibration.load(FOLDER / "h200-llama3-8b-eagle3-fa3.json"))
@@ -54,15 +55,6 @@ CELLS = {
     "open, swinging": open_loop(0.1, 0.9, SHARED),
     "open, crowded": open_loop(0.9, 0.9, PER_REQUEST),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Wake no second thread in each of many short steps: on a busy machine that takes longer."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 
@@ -16,17 +15,10 @@ from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Lengths, Workload
 from tests.synthetic import even_system
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALL_DEPTHS = "native,1,2,3,4,5,6,7"
 KIMI = GOLDEN_ACCEPT_LENS["kimi-k2.5-eagle3"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Run kernels of few servers on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def simulator(acceptance, tiers=ALL_DEPTHS, clients=200, outputs=None, seed=5, rounds=200):

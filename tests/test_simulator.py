@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import numba
 import numpy as np
 import pytest
 
@@ -13,18 +12,11 @@ from env.deployment import Deployment
 from env.simulator import Cell, Simulator
 from env.workload import ClosedLoop, Lengths, OpenLoop, RequestTable, Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALWAYS = Acceptance("shared", 1.0, 1.0)
 NEVER = Acceptance("shared", 0.0, 0.0)
 NO_SWITCHING_COST = DraftRecovery(cold_start_share=1.0, worst_loss=0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run kernels of one server on one thread: waking a second takes longer than the work."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 def calibration(sizes=(1,), base_s=(0.010,), **changes):
