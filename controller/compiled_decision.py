@@ -12,11 +12,17 @@ from typing import Any
 
 import numpy as np
 from numba.extending import register_jitable
-from numpy.typing import NDArray
 
 from controller.acceptance import NUM_COUNTS
 from controller.compiled import HERE, cache_folder, compile_kernel
-from controller.features import SCRATCH_SIZE, digest_evidence, fill_digested, observation_size
+from controller.features import (
+    NUM_GLOBAL,
+    NUM_PER_TIER,
+    SCRATCH_SIZE,
+    digest_evidence,
+    fill_digested,
+    observation_size,
+)
 from controller.memory import (
     NUM_MEMORY,
     record_join,
@@ -31,6 +37,26 @@ Array = Any
 """A NumPy array; Numba looks at its type, and the controller's functions are typed for lists."""
 NOT_FINITE = -1
 """What the decision kernel returns if an entry of the observation is not finite."""
+
+
+@register_jitable
+def _parts(state: Array, num_tiers: int) -> tuple[Array, ...]:
+    """Return the parts of the state: memory, tries, successes, recent, ages, digest, work space."""
+    tries = NUM_MEMORY
+    successes = tries + NUM_COUNTS
+    recent = successes + NUM_COUNTS
+    ages = recent + num_tiers
+    digest = ages + num_tiers
+    work = digest + SCRATCH_SIZE
+    return (
+        state[:tries],
+        state[tries:successes],
+        state[successes:recent],
+        state[recent:ages],
+        state[ages:digest],
+        state[digest:work],
+        state[work:],
+    )
 
 
 @register_jitable
@@ -52,23 +78,22 @@ def _second_layer(h: Array, z: Array, second_weight: Array, vectors: Array) -> f
 
 @register_jitable
 def _best_tier(
-    observation: Array,
-    num_tiers: int,
-    global_weight: Array,
-    tier_weight: Array,
-    second_weight: Array,
-    vectors: Array,
-    work: Array,
+    observation: Array, num_tiers: int, weights: Array, hidden: int, second: int, work: Array
 ) -> int:
     """Return the tier with the highest logit; the arguments are those of :func:`_decide`."""
-    num_per_tier, hidden = tier_weight.shape
-    second = second_weight.shape[1]
-    num_global = global_weight.shape[0] - 1
+    num_global = NUM_GLOBAL
+    num_per_tier = NUM_PER_TIER
+    if not math.isfinite(np.abs(observation).sum()):
+        return NOT_FINITE
+    at = (num_global + 1) * hidden
+    global_weight = weights[:at].reshape(num_global + 1, hidden)
+    tier_weight = weights[at : at + num_per_tier * hidden].reshape(num_per_tier, hidden)
+    at += num_per_tier * hidden
+    second_weight = weights[at : at + hidden * second].reshape(hidden, second)
+    vectors = weights[at + hidden * second :]
     shared = work[num_tiers : num_tiers + hidden]
     h = work[num_tiers + hidden : num_tiers + 2 * hidden]
     z = work[num_tiers + 2 * hidden :]
-    if not math.isfinite(np.abs(observation).sum()):
-        return NOT_FINITE
     # The inner loops run over neurons, not inputs: they need no reordering to use vector units.
     shared[:] = global_weight[num_global]
     for i in range(num_global):
@@ -99,48 +124,46 @@ def _decide(
     context_tokens: int,
     kv_use: float,
     max_running_requests: int,
-    base_s: Array,
-    context_s: Array,
+    costs: Array,
     num_steps: Array,
-    memory: Array,
-    ages: Array,
-    digest: Array,
+    state: Array,
     observation: Array,
-    global_weight: Array,
-    tier_weight: Array,
-    second_weight: Array,
-    vectors: Array,
-    work: Array,
+    weights: Array,
+    hidden: int,
+    second: int,
 ) -> int:
     """Fill the observation and return the best tier, the first if some tie.
 
+    Few arrays hold everything: each one that is handed over costs time, and more so in a server
+    whose other work has emptied the caches.
+
     Args:
-        batch_size: As :func:`controller.features.fill_observation` takes it, like the rest.
+        batch_size: As :func:`controller.features.fill_observation` takes it, like the next four.
         queue_depth: The same.
         context_tokens: The same.
         kv_use: The same.
         max_running_requests: The same.
-        base_s: ``(max_running_requests + 1, K)`` seconds by batch size.
-        context_s: ``(K,)`` seconds a context token.
+        costs: ``(max_running_requests + 2, K)`` seconds by batch size; the last row is seconds a
+            context token.
         num_steps: ``(K,)``.
-        memory: ``(NUM_MEMORY,)``.
-        ages: ``(K,)``.
-        digest: ``(SCRATCH_SIZE,)``.
+        state: Parts as :func:`_parts` lays them out.
         observation: ``(observation_size(K),)``, filled; float32, as in training.
-        global_weight: ``(num_global + 1, hidden)``, the last row the bias.
-        tier_weight: ``(num_per_tier, hidden)``.
-        second_weight: ``(hidden, second)``.
-        vectors: ``(2 * second + num_per_tier,)`` second bias, logit weight, skip weight.
-        work: ``(K + 2 * hidden + second,)`` work space.
+        weights: Global weights and first bias ``(num_global + 1, hidden)``, tier weights
+            ``(num_per_tier, hidden)``, second weights ``(hidden, second)``, second bias, logit
+            weights, skip weights, one after the other.
+        hidden: Width of the first hidden layer.
+        second: Width of the second.
 
     Returns:
         The tier, or ``NOT_FINITE``.
     """
     num_tiers = len(num_steps)
+    memory, _, _, _, ages, digest, work = _parts(state, num_tiers)
     step_s = work[:num_tiers]
-    row = base_s[min(batch_size, max_running_requests)]
+    row = costs[min(batch_size, max_running_requests)]
+    slopes = costs[max_running_requests + 1]
     for k in range(num_tiers):
-        step_s[k] = row[k] + context_s[k] * context_tokens
+        step_s[k] = row[k] + slopes[k] * context_tokens
     fill_digested(
         observation,
         batch_size,
@@ -154,56 +177,39 @@ def _decide(
         step_s,
         digest,
     )
-    return _best_tier(
-        observation, num_tiers, global_weight, tier_weight, second_weight, vectors, work
-    )
+    return _best_tier(observation, num_tiers, weights, hidden, second, work)
 
 
-def _join(
-    memory: Array,
-    tries: Array,
-    successes: Array,
-    recent: Array,
-    num_steps: Array,
-    digest: Array,
-    num_joined: int,
-    batch_size: int,
-) -> None:
+def _join(state: Array, num_steps: Array, num_joined: int, batch_size: int) -> None:
     """Record that requests joined, and digest the evidence."""
+    memory, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
     record_join(memory, tries, successes, num_joined, batch_size)
     digest_evidence(digest, tries, successes, recent, num_steps)
 
 
-def _launch(
-    memory: Array,
-    ages: Array,
-    tier: int,
-    num_steps: int,
-    keeps_draft_warm: bool,
-) -> bool:
+def _launch(state: Array, num_tiers: int, tier: int, steps: int, keeps_draft_warm: bool) -> bool:
     """Record a launch."""
-    return record_launch(memory, ages, tier, num_steps, keeps_draft_warm)
+    memory, _, _, _, ages, _, _ = _parts(state, num_tiers)
+    return record_launch(memory, ages, tier, steps, keeps_draft_warm)
 
 
 def _result(
-    tries: Array,
-    successes: Array,
-    recent: Array,
-    tier_steps: Array,
-    digest: Array,
+    state: Array,
+    num_steps: Array,
     histogram: Array,
     tier: int,
-    num_steps: int,
+    steps: int,
     cold_start: bool,
     num_correct: Array,
 ) -> None:
     """Record a result, and digest the evidence."""
+    _, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
     histogram[:] = 0
     for count in num_correct:
         if count <= MAX_NUM_STEPS:
             histogram[count] += 1
-    record_result(tries, successes, recent, tier, num_steps, cold_start, histogram)
-    digest_evidence(digest, tries, successes, recent, tier_steps)
+    record_result(tries, successes, recent, tier, steps, cold_start, histogram)
+    digest_evidence(digest, tries, successes, recent, num_steps)
 
 
 _CACHE = cache_folder(HERE, (HERE,))
@@ -233,41 +239,39 @@ class CompiledDecision:
         num_tiers = len(num_steps)
         hidden, second = policy.hidden_sizes
         self._policy = policy
-        self._max_running_requests = max_running_requests
+        self._num_tiers = num_tiers
         self._num_steps: Array = np.array(num_steps, np.int64)
-        self._memory: Array = np.zeros(NUM_MEMORY)
-        self._tries: Array = np.zeros(NUM_COUNTS)
-        self._successes: Array = np.zeros(NUM_COUNTS)
-        self._recent: Array = np.zeros(num_tiers)
-        self._ages: Array = np.zeros(num_tiers)
-        self._digest: Array = np.zeros(SCRATCH_SIZE)
-        self._histogram = np.zeros(MAX_NUM_STEPS + 1, np.int64)
-        self._observation = np.zeros(observation_size(num_tiers), np.float32)
-        self._arrays: tuple[NDArray[Any], ...] = (
-            np.ascontiguousarray(base_s, np.float64),
-            np.ascontiguousarray(context_s, np.float64),
+        self._histogram: Array = np.zeros(MAX_NUM_STEPS + 1, np.int64)
+        self._observation: Array = np.zeros(observation_size(num_tiers), np.float32)
+        size = NUM_MEMORY + 2 * NUM_COUNTS + 2 * num_tiers + SCRATCH_SIZE
+        self._state: Array = np.zeros(size + num_tiers + 2 * hidden + second)
+        weights = (
+            parameters["global.weight"].T,
+            parameters["hidden.bias"],
+            parameters["tier.weight"].T,
+            parameters["second.weight"].T,
+            parameters["second.bias"],
+            parameters["logit.weight"],
+            parameters["skip.weight"],
+        )
+        self._fixed: tuple[Any, ...] = (
+            max_running_requests,
+            np.ascontiguousarray(np.vstack((base_s, context_s)), np.float64),
             self._num_steps,
-            self._memory,
-            self._ages,
-            self._digest,
+            self._state,
             self._observation,
-            np.ascontiguousarray(
-                np.vstack((parameters["global.weight"].T, parameters["hidden.bias"]))
-            ),
-            np.ascontiguousarray(parameters["tier.weight"].T),
-            np.ascontiguousarray(parameters["second.weight"].T),
-            np.concatenate([parameters[n] for n in ("second.bias", "logit.weight", "skip.weight")]),
-            np.zeros(num_tiers + 2 * hidden + second),
+            np.concatenate([np.ravel(weight) for weight in weights]),
+            hidden,
+            second,
         )
         self._reset(current_tier)
         self._rehearse()
         self._reset(current_tier)
 
     def _reset(self, current_tier: int) -> None:
-        reset_memory(
-            self._memory, self._tries, self._successes, self._recent, self._ages, current_tier
-        )
-        digest_evidence(self._digest, self._tries, self._successes, self._recent, self._num_steps)
+        memory, tries, successes, recent, ages, digest, _ = _parts(self._state, self._num_tiers)
+        reset_memory(memory, tries, successes, recent, ages, current_tier)
+        digest_evidence(digest, tries, successes, recent, self._num_steps)
 
     def _rehearse(self) -> None:
         """Call everything once, so that no request waits for a compiler."""
@@ -280,12 +284,12 @@ class CompiledDecision:
     @property
     def accept_len(self) -> Array:
         """Estimated accept length by scale and depth; see :mod:`controller.acceptance`."""
-        return self._digest
+        return _parts(self._state, self._num_tiers)[5]
 
     @property
     def recent_accept_len(self) -> Array:
         """``(K,)`` mean accept length of each tier's recent rounds; 1 for a tier never run."""
-        return self._recent
+        return _parts(self._state, self._num_tiers)[3]
 
     def choose(self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float) -> int:
         """Return the policy's tier for the next round.
@@ -293,43 +297,24 @@ class CompiledDecision:
         Raises:
             SpecGovernorError: If an entry of the observation is not finite.
         """
-        tier: int = _decide_kernel(
-            batch_size,
-            queue_depth,
-            context_tokens,
-            kv_use,
-            self._max_running_requests,
-            *self._arrays,
-        )
+        tier: int = _decide_kernel(batch_size, queue_depth, context_tokens, kv_use, *self._fixed)
         if tier == NOT_FINITE:
             return self._policy.choose(self._observation)  # Names the entry in its error.
         return tier
 
     def joined(self, num_joined: int, batch_size: int) -> None:
         """Note that requests were prefilled into what is now a batch of ``batch_size``."""
-        _join_kernel(
-            self._memory,
-            self._tries,
-            self._successes,
-            self._recent,
-            self._num_steps,
-            self._digest,
-            num_joined,
-            batch_size,
-        )
+        _join_kernel(self._state, self._num_steps, num_joined, batch_size)
 
     def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
         """Note the round that runs now; return whether it drafts on a stale draft state."""
-        return bool(_launch_kernel(self._memory, self._ages, tier, num_steps, keeps_warm))
+        return bool(_launch_kernel(self._state, self._num_tiers, tier, num_steps, keeps_warm))
 
     def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
         """Add the correct drafts of each row of a round."""
         _result_kernel(
-            self._tries,
-            self._successes,
-            self._recent,
+            self._state,
             self._num_steps,
-            self._digest,
             self._histogram,
             tier,
             num_steps,

@@ -50,6 +50,8 @@ class Attachment:
             ConfigError: If it cannot be governed and the operator said strict.
         """
         original(scheduler, *args, **kwargs)
+        # On every rank, although one records: they must all see the same.
+        self._driver.context.exact = self._settings.trace is not None
         if self._settings.policy is not None:
             self._govern(scheduler)
         try:
@@ -65,7 +67,7 @@ class Attachment:
             governor = self._governor(scheduler, checkpoint)
             state = (
                 f"{checkpoint.sha256} {self._settings.mode} {governor.tiers.num_steps} "
-                f"{governor.compiled} {self._settings.guard}"
+                f"{governor.compiled} {self._settings.guard} {self._settings.trace is None}"
             )
             reason = ""
         except SpecGovernorError as error:
@@ -76,7 +78,7 @@ class Attachment:
         # Every rank gets here, whatever went wrong on it, so that none waits for another.
         if not ranks_agree(state, scheduler.tp_cpu_group):
             reason = reason or (
-                "the tensor-parallel ranks differ in policy, mode, guard, tiers or in having Numba"
+                "the tensor-parallel ranks differ in policy, mode, guard, trace, tiers or Numba"
             )
         if reason or checkpoint is None:
             self._refuse(version, reason)

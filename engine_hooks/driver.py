@@ -23,7 +23,14 @@ from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceFields, TraceRecorder
 from engine_hooks.settings import MODES, OFF, ON
 from engine_hooks.summary import Summary
-from engine_hooks.symbols import kv_use, prefilled_requests, requested_mode, settings_reply
+from engine_hooks.symbols import (
+    count_context,
+    kept_context,
+    kv_use,
+    prefilled_requests,
+    requested_mode,
+    settings_reply,
+)
 from engine_hooks.tiers import DraftExtendSwitch
 
 logger = logging.getLogger(__name__)
@@ -67,6 +74,7 @@ class Driver:
         recorder: Step trace, or None.
         decisions: Decision log, or None.
         summary: Counts the rounds for the log.
+        context: Counts context tokens.
         ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
         fallbacks: Errors of the hooks; each left a round at the static steps.
     """
@@ -83,7 +91,7 @@ class Driver:
         self.ignores_queue = False
         self.fallbacks = 0
         self._draft_extend = DraftExtendSwitch()
-        self._context = ContextCounter()
+        self.context = ContextCounter()
         self._prefilled: set[Any] = set()
         self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
         self._last_result_s: float | None = None
@@ -204,12 +212,20 @@ class Driver:
             result=None,
             decode=decode,
             batch_size=len(batch.reqs),
-            context_tokens=self._context.tokens(batch),
+            # What the counter remembers must be the same on all ranks: decode rounds only.
+            context_tokens=self.context.tokens(batch) if decode else self._prefill_context(batch),
             queue_depth=0 if self.ignores_queue else len(scheduler.waiting_queue),
             kv_use=0.0,
             new_tokens=None if decode else batch.extend_num_tokens,
             started_s=started_s,
         )
+
+    def _prefill_context(self, batch: Any) -> int:
+        """Return the context tokens of a prefill batch for the trace, on the rank that has one."""
+        if self.recorder is None:
+            return 0
+        total = kept_context(batch)
+        return count_context(batch) if total is None else total
 
     def _decide(self, governor: Governor, scheduler: Any, batch: Any, launch: Launch) -> None:
         if self._prefilled:

@@ -181,17 +181,17 @@ def queues_differ_between_ranks(version: str) -> bool:
     return limited and version_key(version) < version_key("0.5.18")
 
 
-def context_sum(batch: Any) -> int | None:
-    """Return the context tokens of a batch as SGLang keeps them on the CPU; None if it does not."""
+def kept_context(batch: Any) -> int | None:
+    """Return the context tokens of a batch as SGLang keeps them, a number; None if it does not."""
     total: int | None = batch.seq_lens_sum
-    if total is not None:
-        return total
-    lengths = batch.seq_lens_cpu
-    return None if lengths is None else int(lengths.sum())
+    return total
 
 
 def count_context(batch: Any) -> int:
-    """Return the context tokens of a batch, counted request by request."""
+    """Return the context tokens of a batch, added up; a sum over a tensor takes longest of all."""
+    lengths = batch.seq_lens_cpu
+    if lengths is not None:
+        return int(lengths.sum())
     return sum([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
 
 

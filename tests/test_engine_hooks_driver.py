@@ -381,7 +381,47 @@ def test_context_is_counted_now_and_then_where_sglang_does_not_keep_it():
             request.output_ids.append(1)
     # A batch that has grown is counted at once, and then when it is time again.
     assert counts == [40 * 11] * COUNT_EVERY + [40 * (11 + COUNT_EVERY)]
+    # A few requests less have the mean; many less are counted.
     assert counter.tokens(batch("decode", large.reqs[:36])) == 36 * (11 + COUNT_EVERY)
+    assert counter.tokens(batch("decode", large.reqs[:34])) == 34 * (12 + COUNT_EVERY)
     lengths = SimpleNamespace(sum=lambda: 77)
     assert counter.tokens(batch("decode", [], seq_lens_cpu=lengths)) == 77
     assert counter.tokens(batch("decode", [], seq_lens_sum=78)) == 78
+
+
+def test_for_a_trace_every_batch_is_counted():
+    counter = ContextCounter()
+    counter.exact = True
+    large = batch("decode", [Request(str(i), prompt=10) for i in range(40)])
+    for round_index in range(4):
+        assert counter.tokens(large) == 40 * (11 + round_index)
+        for request in large.reqs:
+            request.output_ids.append(1)
+
+
+def test_a_rank_that_records_sees_what_the_others_see(params):
+    """Only the first rank has a recorder; prefill batches must not change what it counts."""
+    seen = []
+    for records in (True, False):
+        driver = Driver()
+        driver.governor = governor_on_lists()
+        driver.params = GovernedParams(3, None)
+        driver.mode = "on"
+        if records:
+            driver.recorder = SimpleNamespace(put=lambda row: None)
+        contexts = []
+        driver.governor.policy_tier = lambda *what, seen=contexts: seen.append(what) or 1
+        worker, here = Worker(driver.params), scheduler()
+        running = [Request(str(i), prompt=10) for i in range(40)]
+        for _ in range(5):
+            for mode, requests in (
+                ("decode", running),
+                ("extend", [Request("long", prompt=900) for _ in range(40)]),
+            ):
+                ran = batch(mode, requests)
+                driver.process_batch_result(
+                    keep, here, ran, driver.run_batch(worker.run, here, ran)
+                )
+        assert driver.fallbacks == 0
+        seen.append(contexts)
+    assert seen[0] == seen[1]

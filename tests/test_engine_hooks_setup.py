@@ -302,7 +302,7 @@ def test_a_strict_launch_checks_the_policy_first(monkeypatch, capsys):
 # --- the benchmark -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [[], ["--count-context"]])
+@pytest.mark.parametrize("more", [[], ["--count-context"], ["--cold"]])
 def test_the_benchmark_ends_with_one_json_object(capsys, more, checkpoint):
     arguments = ["--json", "--decisions", "20", "--batch-size", "8", "--policy", str(checkpoint)]
     assert bench_decision.main([*arguments, *more]) == 0
@@ -310,6 +310,7 @@ def test_the_benchmark_ends_with_one_json_object(capsys, more, checkpoint):
     assert report["tiers"] == ["cold", "1", "5"]
     assert report["decision"]["p99_us"] >= report["decision"]["p50_us"] > 0
     assert report["result"]["p50_us"] > 0
+    assert ("cold_decision" in report) == ("--cold" in more)
 
 
 def test_switch_lines_are_told_from_others():
