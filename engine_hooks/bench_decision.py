@@ -5,8 +5,8 @@
 One core, with stand-ins for the scheduler's objects of the real types where that matters for the
 time: the context lengths are a PyTorch tensor if PyTorch is installed, else they are counted. Each
 round also has its result and its place in the memory, timed apart. In a server other work empties
-the caches between two decisions: ``--cold`` times that too. With ``--json`` the last line is one JSON
-object.
+the caches between two decisions: ``--cold`` times that too. With ``--json`` the last line is one
+JSON object.
 """
 
 import argparse
