@@ -3,7 +3,7 @@
 =============================  =================================================================
 ``policy.safetensors``         the parameters of ``controller/policy.py``, float32
 ``policy.json``                features, tiers, training, evaluation, and the hashes of all files
-``calibration.json``           the calibration that the policy was trained on
+``calibration.json``           the calibration that it runs on unless it is given another
 ``training_state.safetensors`` optional: critic and optimizer, for resuming only
 =============================  =================================================================
 
@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from controller.errors import CheckpointError, SpecGovernorError
 from controller.features import NUM_GLOBAL, NUM_PER_TIER, feature_manifest
 from controller.jsonfile import canonical_text, sha256_of, write_atomically
 from controller.policy import CHECKPOINT_FIX, NumpyPolicy
-from controller.tiers import Tier, tier_of
+from controller.tiers import COLD, NATIVE, OFF, Tier, resolve_tiers, tier_of
 
 SCHEMA = "specgovernor.policy"
 SCHEMA_VERSION = 1
@@ -64,8 +64,8 @@ class Checkpoint:
 
     Attributes:
         policy: The network.
-        tiers: Tiers that it was trained on, in the order of its logits.
-        calibration: Calibration that it was trained on.
+        tiers: Tiers in the order of its logits: those it was saved with, or was loaded for.
+        calibration: Calibration that it was saved with, or was loaded for.
         training_config: Settings of the training.
         evaluation: Summary of the evaluation after the training.
         sha256: Hash that stands for the whole checkpoint, for logs.
@@ -166,18 +166,53 @@ def save_checkpoint(
     return checkpoint
 
 
-def load_checkpoint(directory: str | Path) -> Checkpoint:
+def load_checkpoint(
+    directory: str | Path,
+    calibration: Calibration | str | Path | None = None,
+    tiers: str | Sequence[str | int] | None = None,
+    off: str = "auto",
+) -> Checkpoint:
     """Load a checkpoint and check all of it.
+
+    Args:
+        directory: The checkpoint.
+        calibration: System to run the policy on, or its file; None takes the checkpoint's own. The
+            network is shared over tiers and sees costs as ratios, so it runs on any.
+        tiers: Tiers to choose from there, such as ``"off,1,3"``. None takes the checkpoint's on its
+            own calibration, and on another every depth that it has, and off if it has one.
+        off: What ``off`` means in ``tiers``, see :func:`controller.tiers.resolve_tiers`.
+
+    Returns:
+        The checkpoint, with the given calibration and tiers in place of its own.
 
     Raises:
         CheckpointError: If a file is missing, unknown or altered, or if the checkpoint was made
             for other features or another schema. The message is one line and says what to do.
+        CalibrationError: If the calibration's file cannot be used.
+        TierError: If the calibration lacks one of ``tiers``.
     """
     directory = Path(directory)
     try:
-        return _assemble(directory, *_read(directory))
+        loaded = _assemble(directory, *_read(directory))
     except SpecGovernorError as error:
         raise _failure(directory, error) from error
+    if calibration is None and tiers is None:
+        return loaded
+    if calibration is None:
+        calibration = loaded.calibration
+    elif not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    if tiers is None:
+        tiers = _all_tiers(calibration, off)
+    resolved = resolve_tiers(tiers, calibration.tier_names, off)
+    return replace(loaded, calibration=calibration, tiers=resolved)
+
+
+def _all_tiers(calibration: Calibration, off: str) -> list[str]:
+    """Return every depth of a calibration, and off if any kind that it could mean is there."""
+    kinds = (COLD, NATIVE) if off == "auto" else (off,)
+    depths = [name for name in calibration.tier_names if tier_of(name).num_steps]
+    return [OFF] * any(kind in calibration.tier_names for kind in kinds) + depths
 
 
 def load_training_state(directory: str | Path) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import controller.checkpoint as module
 from controller.calibration import Calibration, PrefillCost, TierCost
 from controller.checkpoint import FILES, load_checkpoint, load_training_state, save_checkpoint
-from controller.errors import CheckpointError
+from controller.errors import CalibrationError, CheckpointError, TierError
 from controller.features import NUM_GLOBAL, NUM_PER_TIER
 from controller.jsonfile import canonical_text, sha256_of
 from controller.policy import parameter_shapes
@@ -97,6 +97,40 @@ def test_round_trip(saved):
         assert state[name].dtype == value.dtype
         assert state[name].shape == value.shape
         assert state[name].tolist() == value.tolist()
+
+
+def other_system():
+    """A system with a native off and depths that the saved policy never had."""
+    costs = tuple(
+        TierCost(tier, (1, 8), (0.02 + i * 1e-3, 0.03), 0.0, (0.0, 0.0), 4096, 10)
+        for i, tier in enumerate(("2", "native", "5", "3", "7"))
+    )
+    return Calibration("other", costs, PrefillCost(0.01, 1e-5), PrefillCost(0.01, 1e-5))
+
+
+def test_a_policy_runs_on_another_calibration(saved, tmp_path):
+    other_system().save(tmp_path / "mine.json")
+    own = load_checkpoint(saved)
+    for given_as in (other_system(), tmp_path / "mine.json", str(tmp_path / "mine.json")):
+        loaded = load_checkpoint(saved, calibration=given_as)
+        assert loaded.calibration == other_system()
+        assert [tier.name for tier in loaded.tiers] == ["native", "2", "3", "5", "7"]
+        assert loaded.sha256 == own.sha256
+        size = NUM_GLOBAL + 5 * NUM_PER_TIER
+        assert loaded.policy.num_tiers(size) == len(loaded.tiers)
+    chosen = load_checkpoint(saved, calibration=other_system(), tiers="off,3")
+    assert [tier.name for tier in chosen.tiers] == ["native", "3"]
+    assert [tier.name for tier in load_checkpoint(saved, tiers="off,3").tiers] == ["cold", "3"]
+    depths = load_checkpoint(saved, calibration=other_system(), off="warm").tiers
+    assert [tier.name for tier in depths] == ["2", "3", "5", "7"]
+
+
+def test_a_calibration_that_does_not_fit_is_refused(saved, tmp_path):
+    with pytest.raises(TierError, match="not in the calibration"):
+        load_checkpoint(saved, calibration=other_system(), tiers="off,1")
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(CalibrationError, match="make one with"):
+        load_checkpoint(saved, calibration=tmp_path / "mine.json")
 
 
 def test_save_returns_what_load_gives(tmp_path):
