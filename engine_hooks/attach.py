@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from controller.checkpoint import Checkpoint, load_checkpoint
+from controller.checkpoint import Checkpoint
 from controller.errors import ConfigError, SpecGovernorError
 from engine_hooks import symbols
 from engine_hooks.decision_log import DecisionLog
@@ -66,7 +66,8 @@ class Attachment:
             checkpoint = self._checked(scheduler)
             governor = self._governor(scheduler, checkpoint)
             state = (
-                f"{checkpoint.sha256} {self._settings.mode} {governor.tiers.num_steps} "
+                f"{checkpoint.sha256} {checkpoint.calibration.sha256} {self._settings.mode} "
+                f"{governor.tiers.num_steps} "
                 f"{governor.compiled} {self._settings.guard} {self._settings.trace is None}"
             )
             reason = ""
@@ -78,7 +79,8 @@ class Attachment:
         # Every rank gets here, whatever went wrong on it, so that none waits for another.
         if not ranks_agree(state, scheduler.tp_cpu_group):
             reason = reason or (
-                "the tensor-parallel ranks differ in policy, mode, guard, trace, tiers or Numba"
+                "the tensor-parallel ranks differ in policy, calibration, tiers, mode, guard, "
+                "trace or Numba"
             )
         if reason or checkpoint is None:
             self._refuse(version, reason)
@@ -130,9 +132,7 @@ class Attachment:
         Raises:
             SpecGovernorError: If the policy does not load or something is missing.
         """
-        if self._settings.policy is None:
-            raise ConfigError("no policy is set")
-        checkpoint = load_checkpoint(self._settings.policy)
+        checkpoint = self._settings.load_policy()
         missing = missing_hooks(self._hooks)
         if missing:
             raise ConfigError(f"no hook sits on {', '.join(missing)}; another plugin may be on it")

@@ -9,9 +9,8 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from controller.checkpoint import load_checkpoint
 from controller.errors import SpecGovernorError
 from engine_hooks import settings, symbols
 
@@ -25,6 +24,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--policy", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="of this server, instead of the checkpoint's own"
+    )
+    parser.add_argument(
+        "--governor-tiers", metavar="LIST", help='such as "off,1,3", instead of all that it has'
+    )
     parser.add_argument(
         "--governor",
         choices=settings.MODES,
@@ -49,6 +54,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         theirs = theirs[1:]
     variables = {
         settings.POLICY: ours.policy,
+        settings.CALIBRATION: ours.calibration or "",
+        settings.TIERS: ours.governor_tiers or "",
         settings.MODE: ours.governor,
         settings.STRICT: "1" if ours.governor_strict else "",
         settings.GUARD: "0" if ours.governor_guard == "off" else "",
@@ -58,14 +65,15 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return {name: value for name, value in variables.items() if value}, theirs
 
 
-def check(strict: bool, policy: str) -> str | None:
-    """Return why a server must not be started, or None."""
+def check(variables: Mapping[str, str]) -> str | None:
+    """Return why a server must not be started with these environment variables, or None."""
+    strict = settings.STRICT in variables
     faults = symbols.check_symbols()
     if faults and (strict or not symbols.installed_version()):
         return "; ".join(faults)
     if strict:
         try:
-            load_checkpoint(policy)
+            settings.Settings.from_environment(variables).load_policy()
         except SpecGovernorError as error:
             return str(error)
     return None
@@ -74,7 +82,7 @@ def check(strict: bool, policy: str) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the server; return an exit code when it could not be."""
     variables, theirs = parse(sys.argv[1:] if arguments is None else arguments)
-    fault = check(settings.STRICT in variables, variables[settings.POLICY])
+    fault = check(variables)
     if fault is not None:
         print(f"error: {fault}", file=sys.stderr)
         return 2

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from controller.checkpoint import load_checkpoint
 from controller.errors import ConfigError, SpecGovernorError
 from engine_hooks import symbols
 from engine_hooks.settings import MODE, ON, Settings
@@ -72,11 +71,9 @@ class ServerSetup:
     def _ask(self, server_args: Any) -> bool:
         """Set the flags; return whether they were."""
         try:
-            if self._settings.policy is None:
-                raise ConfigError("no policy is set")
             if not server_args.speculative_algorithm:
                 raise ConfigError("it was started without --speculative-algorithm")
-            checkpoint = load_checkpoint(self._settings.policy)
+            checkpoint = self._settings.load_policy()
             steps = set(runnable(checkpoint.tiers, checkpoint.calibration).num_steps)
         except SpecGovernorError as error:
             line = refusal_line(symbols.installed_version(), str(error))

@@ -1,13 +1,15 @@
 """What the operator sets: environment variables, because a plugin has no command line of its own.
 
-=========================  =====================================================================
-``SPECGOVERNOR_POLICY``    checkpoint directory; without it nothing is governed
-``SPECGOVERNOR_MODE``      ``on`` (default), ``shadow``: decide and log, change nothing, or ``off``
-``SPECGOVERNOR_STRICT``    ``1``: refuse to start a server that cannot be governed
-``SPECGOVERNOR_GUARD``     ``0``: let the policy decide even where another tier measures better
-``SPECGOVERNOR_TRACE``     file for the step trace, ``.jsonl`` or ``.jsonl.gz``
-``SPECGOVERNOR_DECISIONS`` file for one JSON line a decode round: what was seen, asked for and run
-=========================  =====================================================================
+============================  ==================================================================
+``SPECGOVERNOR_POLICY``       checkpoint directory; without it nothing is governed
+``SPECGOVERNOR_CALIBRATION``  calibration of this server, instead of the one in the checkpoint
+``SPECGOVERNOR_TIERS``        tiers to choose from, such as ``off,1,3``, instead of all that it has
+``SPECGOVERNOR_MODE``         ``on`` (default), ``shadow``: only decide and log, or ``off``
+``SPECGOVERNOR_STRICT``       ``1``: refuse to start a server that cannot be governed
+``SPECGOVERNOR_GUARD``        ``0``: let the policy decide even where another tier measures better
+``SPECGOVERNOR_TRACE``        file for the step trace, ``.jsonl`` or ``.jsonl.gz``
+``SPECGOVERNOR_DECISIONS``    file for a JSON line a decode round: what was seen, asked and run
+============================  ==================================================================
 
 The mode can be changed on a running server (``engine_hooks/mode.py``); a server with a policy is
 prepared for ``on`` in every mode.
@@ -18,9 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from controller.checkpoint import Checkpoint, load_checkpoint
 from controller.errors import ConfigError
 
 POLICY = "SPECGOVERNOR_POLICY"
+CALIBRATION = "SPECGOVERNOR_CALIBRATION"
+TIERS = "SPECGOVERNOR_TIERS"
 MODE = "SPECGOVERNOR_MODE"
 STRICT = "SPECGOVERNOR_STRICT"
 GUARD = "SPECGOVERNOR_GUARD"
@@ -41,6 +46,8 @@ class Settings:
 
     Attributes:
         policy: Checkpoint directory, or None.
+        calibration: Calibration file, or None for the checkpoint's own.
+        tiers: Names of tiers, or None for the checkpoint's, or all of another calibration.
         mode: ``"off"``, ``"shadow"`` or ``"on"`` at the start; ``"off"`` without a policy.
         strict: Whether a server that cannot be governed must not start.
         guard: Whether what is measured may overrule the policy.
@@ -54,6 +61,8 @@ class Settings:
     guard: bool = True
     trace: Path | None = None
     decisions: Path | None = None
+    calibration: Path | None = None
+    tiers: str | None = None
 
     @property
     def idle(self) -> bool:
@@ -79,7 +88,19 @@ class Settings:
             guard=_flag(env, GUARD, True),
             trace=_path(env.get(TRACE, "")),
             decisions=_path(env.get(DECISIONS, "")),
+            calibration=_path(env.get(CALIBRATION, "")),
+            tiers=env.get(TIERS, "").strip() or None,
         )
+
+    def load_policy(self) -> Checkpoint:
+        """Load the policy for the calibration and the tiers that are set.
+
+        Raises:
+            SpecGovernorError: If none is set, or one of these does not load or fit.
+        """
+        if self.policy is None:
+            raise ConfigError("no policy is set")
+        return load_checkpoint(self.policy, self.calibration, self.tiers)
 
 
 def _flag(environment: Mapping[str, str], name: str, unset: bool) -> bool:

@@ -76,7 +76,8 @@ def start_line(
     verb = {"on": "governs", "shadow": "shadows", "off": "is off, and can be switched on, in"}[mode]
     return (
         f"specgovernor {__version__} {verb} SGLang {sglang_version}: {num_hooks} hooks verified, "
-        f"policy {checkpoint.directory.name} sha256 {checkpoint.sha256[:12]}, tiers "
+        f"policy {checkpoint.directory.name} sha256 {checkpoint.sha256[:12]}, calibration "
+        f"{checkpoint.calibration.name}, tiers "
         f"{', '.join(tier.name for tier in checkpoint.tiers)}, candidate steps {candidates}"
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from controller.calibration import Calibration
 from controller.checkpoint import save_checkpoint
-from controller.errors import ConfigError
+from controller.errors import ConfigError, SpecGovernorError
 from controller.features import NUM_GLOBAL, NUM_PER_TIER
 from controller.policy import parameter_shapes
 from controller.tiers import tier_of
@@ -56,10 +56,18 @@ def test_settings_are_read(tmp_path):
             "SPECGOVERNOR_MODE": " Shadow ",
             "SPECGOVERNOR_STRICT": "1",
             "SPECGOVERNOR_DECISIONS": "log.jsonl",
+            "SPECGOVERNOR_CALIBRATION": "mine.json",
+            "SPECGOVERNOR_TIERS": "off,1",
         }
     )
     assert found == Settings(
-        tmp_path, "shadow", strict=True, guard=True, decisions=Path("log.jsonl").absolute()
+        tmp_path,
+        "shadow",
+        strict=True,
+        guard=True,
+        decisions=Path("log.jsonl").absolute(),
+        calibration=Path("mine.json").absolute(),
+        tiers="off,1",
     )
     assert not Settings.from_environment({"SPECGOVERNOR_GUARD": "no"}).guard
     assert Settings.from_environment({"SPECGOVERNOR_POLICY": "p"}).mode == "on"
@@ -96,7 +104,9 @@ def registered(monkeypatch):
     monkeypatch.setattr(symbols, "check_symbols", list)
     monkeypatch.setattr(symbols, "installed_version", lambda: "0.5.23")
     monkeypatch.setattr(symbols, "resolution_target", lambda: f"{symbols.SERVER_ARGS}.resolve_once")
-    for name in ("POLICY", "MODE", "STRICT", "GUARD", "TRACE", "DECISIONS"):
+    for name in (
+        "POLICY", "CALIBRATION", "TIERS", "MODE", "STRICT", "GUARD", "TRACE", "DECISIONS"
+    ):  # fmt: skip
         monkeypatch.delenv(f"SPECGOVERNOR_{name}", raising=False)
     return hooks
 
@@ -174,6 +184,21 @@ def test_the_candidate_steps_are_the_policys_and_the_servers_own(checkpoint):
     assert seen == [True]
     config = json.loads(Path(args.speculative_adaptive_config).read_text())
     assert config == {"1": {"candidate_steps": [0, 1, 3, 5]}}
+
+
+def test_another_calibration_and_its_tiers_can_be_given(checkpoint):
+    for tiers, steps in ((None, [0, 1, 2, 3, 5, 7]), ("off,2", [0, 2, 3])):
+        args = server_args()
+        settings = Settings(checkpoint, "on", calibration=CALIBRATION, tiers=tiers)
+        ServerSetup(settings).resolve(lambda given: None, args)
+        config = json.loads(Path(args.speculative_adaptive_config).read_text())
+        assert config == {"1": {"candidate_steps": steps}}
+    for settings, reason in (
+        (Settings(checkpoint, "on", calibration=Path("none.json")), "none.json"),
+        (Settings(checkpoint, "on", tiers="off,4"), "4"),
+    ):
+        with pytest.raises(SpecGovernorError, match=reason):
+            settings.load_policy()
 
 
 @pytest.mark.parametrize("mode", ["shadow", "off"])
