@@ -54,10 +54,11 @@ class Attachment:
         self._driver.context.exact = self._settings.trace is not None
         if self._settings.policy is not None:
             self._govern(scheduler)
-        try:
-            self._record(scheduler)
-        except Exception:
-            logger.exception("specgovernor: nothing is recorded")
+        for record in (self._log_decisions, self._record):
+            try:
+                record(scheduler)
+            except Exception:
+                logger.exception("specgovernor: it cannot be recorded")
 
     def _govern(self, scheduler: Any) -> None:
         version = symbols.installed_version()
@@ -65,6 +66,7 @@ class Attachment:
         try:
             checkpoint = self._checked(scheduler)
             governor = self._governor(scheduler, checkpoint)
+            symbols.kv_use(scheduler)  # What every decision reads must be readable.
             state = (
                 f"{checkpoint.sha256} {checkpoint.calibration.sha256} {self._settings.mode} "
                 f"{governor.tiers.num_steps} "
@@ -76,6 +78,11 @@ class Attachment:
         except Exception as error:
             logger.debug("specgovernor: cannot attach", exc_info=True)
             state = reason = f"{type(error).__name__}: {error}"
+        if symbols.num_ranks(scheduler.tp_cpu_group) > 1:
+            logger.info(
+                "specgovernor: comparing the tensor-parallel ranks; a rank whose environment lacks "
+                "the plugin or its settings makes the others wait here"
+            )
         # Every rank gets here, whatever went wrong on it, so that none waits for another.
         if not ranks_agree(state, scheduler.tp_cpu_group):
             reason = reason or (
@@ -189,9 +196,11 @@ class Attachment:
                 scheduler.max_running_requests,
             )
 
-    def _record(self, scheduler: Any) -> None:
+    def _log_decisions(self, scheduler: Any) -> None:
         if self._settings.decisions is not None and self._driver.governor is not None:
             self._driver.decisions = DecisionLog(self._settings.decisions, rank())
+
+    def _record(self, scheduler: Any) -> None:
         if self._settings.trace is not None and rank() == 0:
             header = trace_header(scheduler, self._driver.governor)
             self._driver.recorder = TraceRecorder(self._settings.trace, header)

@@ -50,3 +50,7 @@ class ContextCounter:
         self._largest = batch_size + batch_size // 8
         self._rounds_left = COUNT_EVERY - 1
         return total
+
+    def forget(self) -> None:
+        """Count the next batch, whose requests are others."""
+        self._rounds_left = 0

@@ -15,14 +15,14 @@ class DecisionLog:
     """Appends rounds to a file."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        """Open the file; ranks but the first add their number to its name.
+        """Open the file, to go on at its end; ranks but the first add their number to its name.
 
         Raises:
             OSError: If it cannot be created.
         """
         self.path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "w", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8")
         self._writer: BackgroundWriter[dict[str, Any]] = BackgroundWriter(
             self._write, "specgovernor decisions"
         )
@@ -34,6 +34,6 @@ class DecisionLog:
         self._file.close()
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        # At once, so that lines of two servers on one file do not mix.
+        self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         self._file.flush()

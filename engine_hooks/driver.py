@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from controller.errors import SpecGovernorError
 from controller.tiers import COLD, WARM
@@ -52,6 +53,7 @@ class Launch:
     kv_use: float
     new_tokens: int | None
     started_s: float
+    joined: int = 0
     host_s: float = 0.0
     num_steps: int | None = None
     keeps_warm: bool = True
@@ -92,7 +94,8 @@ class Driver:
         self.fallbacks = 0
         self._draft_extend = DraftExtendSwitch()
         self.context = ContextCounter()
-        self._prefilled: set[Any] = set()
+        # Weak: in a server that never decodes them, nothing else would take them out.
+        self._prefilled: WeakSet[Any] = WeakSet()
         self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
         self._last_result_s: float | None = None
         self._last_tier: int | None = None
@@ -108,7 +111,7 @@ class Driver:
             # First of all: a rank that left out one of these calls would wait for the others.
             guard = self._acting_guard
             if guard is not None and batch.forward_mode.is_decode():
-                guard.begin_round()
+                self._begin_guarded(guard)
             launch = self._observe(scheduler, batch, started_s)
             if launch is not None and launch.decode and self.governor is not None:
                 self._decide(self.governor, scheduler, batch, launch)
@@ -137,8 +140,11 @@ class Driver:
     ) -> Any:
         """Let the scheduler process the result, then learn from it."""
         finished = None
-        if self.decisions is not None:
-            finished = [request.finished() for request in batch.reqs]
+        try:
+            if self.decisions is not None:
+                finished = [request.finished() for request in batch.reqs]
+        except Exception:
+            self._failed()
         returned = original(scheduler, batch, result, *args, **kwargs)
         try:
             launch = self._launch_of(result)
@@ -208,9 +214,15 @@ class Driver:
             self._prefilled.update(prefilled_requests(batch))
         if not decode and not mode.is_extend():
             return None
+        joined = 0
+        if decode and self._prefilled:
+            joined = self._take_joined(batch.reqs)
+            if joined:
+                self.context.forget()
         return Launch(
             result=None,
             decode=decode,
+            joined=joined,
             batch_size=len(batch.reqs),
             # What the counter remembers must be the same on all ranks: decode rounds only.
             context_tokens=self.context.tokens(batch) if decode else self._prefill_context(batch),
@@ -220,6 +232,14 @@ class Driver:
             started_s=started_s,
         )
 
+    def _begin_guarded(self, guard: Guard) -> None:
+        """Count the round; a guard that cannot reach the other ranks is of no use any more."""
+        try:
+            guard.begin_round()
+        except Exception:
+            self.guard = None
+            self._failed()
+
     def _prefill_context(self, batch: Any) -> int:
         """Return the context tokens of a prefill batch for the trace, on the rank that has one."""
         if self.recorder is None:
@@ -228,8 +248,8 @@ class Driver:
         return count_context(batch) if total is None else total
 
     def _decide(self, governor: Governor, scheduler: Any, batch: Any, launch: Launch) -> None:
-        if self._prefilled:
-            self._count_joined(governor, batch.reqs)
+        if launch.joined:
+            governor.joined(launch.joined, launch.batch_size)
         launch.kv_use = kv_use(scheduler)
         if self.mode == OFF:
             return
@@ -245,13 +265,14 @@ class Driver:
                 self._draft_extend.keep_warm(governor.tiers.keeps_warm[launch.asked])
             self.params.next_steps = steps
 
-    def _count_joined(self, governor: Governor, requests: list[Any]) -> None:
-        """Tell the governor which prefilled requests are now in the batch."""
-        joined = self._prefilled.intersection(requests)
-        if joined:
-            governor.joined(len(joined), len(requests))
-        # A request in the middle of its chunks joins later; one that is done never does.
-        self._prefilled = {r for r in self._prefilled - joined if not r.finished()}
+    def _take_joined(self, requests: list[Any]) -> int:
+        """Return how many prefilled requests are in a decode batch for the first time.
+
+        A request in the middle of its chunks joins later; one that is done never does.
+        """
+        joined = [request for request in requests if request in self._prefilled]
+        self._prefilled.difference_update(joined)
+        return len(joined)
 
     def _after(self, launch: Launch) -> None:
         if launch.decode:
@@ -259,7 +280,9 @@ class Driver:
             launch.num_steps = None if width is None else width - 1
             launch.keeps_warm = bool(launch.num_steps) or self._draft_extend.keeps_warm
             if self.governor is not None and launch.num_steps is not None:
-                launch.tier = self.governor.tiers.index_of(launch.num_steps, launch.keeps_warm)
+                launch.tier = self.governor.tiers.index_of(
+                    launch.num_steps, launch.keeps_warm, launch.asked
+                )
                 launch.cold_start = self.governor.launched(
                     launch.tier, launch.num_steps, launch.keeps_warm
                 )
@@ -304,16 +327,13 @@ class Driver:
     def _measure(
         self, guard: Guard, launch: Launch, correct: list[int] | None, round_s: float
     ) -> None:
-        """Let the guard know what a round took, if only rounds like it are in that time."""
-        if launch.tier is None or launch.tier != self._last_tier:
-            self._same_tier_results = 0
-        self._last_tier = launch.tier
+        """Let the guard know what a round took, if only decode rounds are in that time."""
+        after_decode = self._last_tier is not None
         self._same_tier_results += 1
-        # The first result of a tier ends the time of another, and under the overlap schedule the
-        # host prepared the second one while that was still running.
-        if self._same_tier_results < 3 or not guard.measures:
-            return
-        if launch.tier is None or self.governor is None:
+        if launch.tier != self._last_tier:
+            self._same_tier_results = 1
+        self._last_tier = launch.tier
+        if not guard.measures or launch.tier is None or not after_decode or self.governor is None:
             return
         guard.measured(
             launch.tier,
@@ -322,6 +342,9 @@ class Driver:
             round_s,
             self.governor.predicted_s(launch.batch_size, launch.context_tokens),
             launch.asked == launch.tier and not launch.forced,
+            # The first result of a tier ends the time of another, and under the overlap schedule
+            # the host prepared the second one while that was still running.
+            self._same_tier_results >= 3,
         )
 
     def _round_count(self, launch: Launch, correct: list[int] | None) -> RoundCount:
@@ -333,7 +356,6 @@ class Driver:
             tokens=launch.batch_size + num_correct,
             wasted_drafts=steps * launch.batch_size - num_correct,
             decision_s=launch.decide_s,
-            fallbacks=self.fallbacks,
             guard_active=launch.forced,
             guard_forced=0 if self.guard is None else self.guard.forced,
         )
@@ -376,6 +398,8 @@ class Driver:
         """Go back to the static steps for this round; say why, once."""
         self.fallbacks += 1
         self._go_static()
+        if self.metrics is not None:
+            self.metrics.count_fallback()
         if self.fallbacks == 1:
             logger.exception(
                 "specgovernor: an error in the governor; such rounds run at the static steps, and "

@@ -2,8 +2,9 @@
 
 The first rank measures how long rounds take, tier by tier and by batch size. Every
 :data:`SYNC_ROUNDS` decode rounds it compares the tokens/s that the policy's rounds made with what
-the other tiers would make now, and shares its order with the other ranks, so that all of them
-follow it from the same round on. All else a rank does here is counting rounds.
+the other tiers would make now, and shares one order with the other ranks, so that all of them
+follow it from the same round on. All else a rank does here is counting rounds. Batch sizes fall
+into buckets, each with its own measurements, verdicts and orders.
 
 Tokens/s of a tier is its accept length over its measured round time. Times are kept relative to
 the calibrated ones, so that rounds of other batch sizes and contexts of the bucket compare; the
@@ -14,6 +15,7 @@ off tier are tried once in every bucket, whatever the calibration thinks.
 """
 
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,9 @@ SYNC_ROUNDS = 25
 TOLERANCE = 0.05
 """Share of the best tier's tokens/s that the policy may lack."""
 PATIENCE_ROUNDS = 200
-"""Rounds that it may lack more, without a break."""
+"""Rounds of a bucket in which it may lack more, without a break."""
+MIN_WINDOW = 12
+"""Rounds of the policy from which a bucket is judged."""
 FORCE_ROUNDS = 1000
 """Rounds for which the best tier is then forced."""
 PROBE_ROUNDS = 12
@@ -41,6 +45,9 @@ as this many."""
 NO_ORDER, PROBE, FORCE, RELEASE = range(4)
 Order = tuple[int, ...]
 """Kind, tier, bucket, rounds; integers, as it is sent to the other ranks."""
+ANY = -1
+"""In place of a bucket: a tier is tried at all batch sizes, since only rounds in a row can be
+measured and a batch may just go back and forth between two buckets."""
 NOTHING: Order = (NO_ORDER, 0, 0, 0)
 
 
@@ -54,7 +61,7 @@ def bucket_of(batch_size: int) -> int:
 
 
 class _Window:
-    """The measured rounds in one bucket since the last verdict."""
+    """The rounds in one bucket since its last verdict."""
 
     def __init__(self, num_tiers: int) -> None:
         self.rows = 0
@@ -74,8 +81,22 @@ class _Bucket:
         self.measured = [0] * num_tiers
         self.slowness = [1.0] * num_tiers
         """Measured over calibrated round time."""
+        self.first: list[list[float]] = [[] for _ in range(num_tiers)]
+        """The first of them, until their median can be taken."""
         self.behind_rounds = 0
         self.tries = [0] * num_tiers
+        self.overruled: int | None = None
+        """The tier that the policy mostly chose when it was overruled."""
+
+    def add(self, tier: int, ratio: float) -> None:
+        """Add a measured over a calibrated time."""
+        count = self.measured[tier] = self.measured[tier] + 1
+        if count <= MIN_MEASURED:
+            self.first[tier].append(ratio)
+            self.slowness[tier] = statistics.median(self.first[tier])
+        else:
+            usual = self.slowness[tier]
+            self.slowness[tier] += MEMORY * (min(ratio, MAX_OUTLIER * usual) - usual)
 
     def usual_slowness(self) -> float:
         """Return what to take for a tier that was not measured: the mean of the others."""
@@ -122,15 +143,13 @@ class Guard:
         self.measures = measures
         self._buckets: dict[int, _Bucket] = {}
         self._round = 0
-        self._order = NOTHING
-        self._until_round = 0
-        self._overruled = static_tier
-        """The tier that the policy mostly chose before it was overruled."""
+        self._orders: dict[int, tuple[int, int, int]] = {}
+        """By bucket, or ``ANY``: kind, tier, round in which it ends."""
 
     @property
     def active(self) -> bool:
         """Whether a tier is being forced or tried, at the batch sizes that it is meant for."""
-        return self._order[0] != NO_ORDER
+        return bool(self._orders)
 
     def begin_round(self) -> None:
         """Count a decode round that is about to be launched; all ranks share an order now and then.
@@ -138,8 +157,10 @@ class Guard:
         Every rank must call it before every such round, whatever else goes wrong on it.
         """
         self._round += 1
-        if self.active and self._round >= self._until_round:
-            self._order = NOTHING
+        if self._orders:
+            ended = [b for b, (_, _, end) in self._orders.items() if self._round >= end]
+            for bucket in ended:
+                del self._orders[bucket]
         if self._round % SYNC_ROUNDS:
             return
         order = NOTHING
@@ -148,18 +169,20 @@ class Guard:
                 order = self._judge()
             except Exception:
                 logger.exception("specgovernor: the guard made no verdict")
-        order = self._share(order)
-        if order[0] == NO_ORDER:
-            return
-        self._order = NOTHING if order[0] == RELEASE else order
-        self._until_round = self._round + order[3]
-        self.forced += order[0] == FORCE
-        self.probes += order[0] == PROBE
+        kind, tier, bucket, rounds = self._share(order)
+        if kind == RELEASE:
+            self._orders.pop(bucket, None)
+        elif kind != NO_ORDER:
+            self._orders[bucket if kind == FORCE else ANY] = (kind, tier, self._round + rounds)
+        self.forced += kind == FORCE
+        self.probes += kind == PROBE
 
     def tier(self, batch_size: int) -> int | None:
         """Return the tier that this round must run, or None if the policy may choose."""
-        kind, tier, bucket, _ = self._order
-        return tier if kind != NO_ORDER and bucket_of(batch_size) == bucket else None
+        if not self._orders:
+            return None
+        order = self._orders.get(ANY) or self._orders.get(bucket_of(batch_size))
+        return None if order is None else order[1]
 
     def measured(
         self,
@@ -169,8 +192,9 @@ class Guard:
         seconds: float,
         predicted_s: Sequence[float],
         chosen: bool,
+        steady: bool = True,
     ) -> None:
-        """Add a round whose time is that of a round of its tier. The first rank only.
+        """Add a round. The first rank only.
 
         Args:
             tier: The tier that ran.
@@ -179,19 +203,18 @@ class Guard:
             seconds: What it took.
             predicted_s: ``(K,)`` what each tier would take by the calibration.
             chosen: Whether the policy chose the tier.
+            steady: Whether the time is that of a round of its tier alone, no switch beside it.
         """
         index = bucket_of(batch_size)
         bucket = self._buckets.get(index)
         if bucket is None:
             bucket = self._buckets[index] = _Bucket(len(self._num_steps))
-        count = bucket.measured[tier]
         ratio = seconds / predicted_s[tier]
-        usual = bucket.slowness[tier]
-        if count >= MIN_MEASURED and ratio > MAX_OUTLIER * usual:
-            ratio = MAX_OUTLIER * usual
-            seconds = ratio * predicted_s[tier]
-        bucket.measured[tier] = count + 1
-        bucket.slowness[tier] += max(1.0 / (count + 1), MEMORY) * (ratio - usual)
+        if bucket.measured[tier] >= MIN_MEASURED:
+            # A round that waited for the host says little.
+            seconds = min(seconds, MAX_OUTLIER * bucket.slowness[tier] * predicted_s[tier])
+        if steady:
+            bucket.add(tier, ratio)
         window = bucket.window
         window.rows += batch_size
         for k, value in enumerate(predicted_s):
@@ -202,20 +225,25 @@ class Guard:
             window.chosen_s += seconds
 
     def _judge(self) -> Order:
-        """Return the first rank's order, from what was measured since the last one."""
-        if not self._buckets:
-            return NOTHING
-        if self.active:
-            index = self._order[2]
-        else:
-            index = max(self._buckets, key=lambda i: sum(self._buckets[i].window.chosen_rounds))
-        bucket = self._buckets.get(index)
-        order = NOTHING
-        if bucket is not None and bucket.window.rows:
-            order = self._review(bucket) if self.active else self._compare(index, bucket)
-        for bucket in self._buckets.values():
+        """Return the first rank's order, from what was measured since the last one.
+
+        Buckets with the most rounds come first; those after an order keep theirs for the next time.
+        """
+        busiest = sorted(self._buckets, key=lambda i: -self._buckets[i].window.rows)
+        for index in busiest:
+            bucket = self._buckets[index]
+            active = self._orders.get(index)
+            enough = sum(bucket.window.chosen_rounds) >= MIN_WINDOW
+            if not bucket.window.rows or not (active or enough):
+                continue
+            if active is None:
+                order = self._compare(index, bucket)
+            else:
+                order = self._review(index, bucket, active)
             bucket.window = _Window(len(self._num_steps))
-        return order
+            if order[0] != NO_ORDER:
+                return order
+        return NOTHING
 
     def _rate(self, bucket: _Bucket, tier: int) -> float:
         """Return the tokens/s that a tier would have made in the window."""
@@ -238,42 +266,45 @@ class Guard:
         rate, tier = max(rates, default=(0.0, 0))
         return -tier, rate
 
-    def _review(self, bucket: _Bucket) -> Order:
+    def _review(self, index: int, bucket: _Bucket, active: tuple[int, int, int]) -> Order:
         """Release a forced tier once the one that the policy liked would make as much."""
-        kind, tier, _, _ = self._order
-        if kind != FORCE or self._rate(bucket, self._overruled) < self._rate(bucket, tier):
+        kind, tier, _ = active
+        liked = bucket.overruled
+        if kind != FORCE or liked is None or liked == tier:
+            return NOTHING
+        if self._rate(bucket, liked) < self._rate(bucket, tier):
             return NOTHING
         logger.info(
             "specgovernor: guard: the policy chooses again; tier %s, which it had chosen, would "
             "make as much as the forced %s now",
-            self._names[self._overruled],
+            self._names[liked],
             self._names[tier],
         )
-        return (RELEASE, 0, 0, 0)
+        return (RELEASE, 0, index, 0)
 
     def _compare(self, index: int, bucket: _Bucket) -> Order:
         """Force a tier that the policy has left aside for long, or try one."""
         window = bucket.window
-        if sum(window.chosen_rounds) < MIN_MEASURED:
-            return NOTHING
         made = window.chosen_tokens / window.chosen_s
         best, rate = self._best_measured(bucket)
         if made < (1.0 - TOLERANCE) * rate:
-            bucket.behind_rounds += SYNC_ROUNDS
+            bucket.behind_rounds += sum(window.chosen_rounds)
         else:
             bucket.behind_rounds = 0
         if bucket.behind_rounds >= PATIENCE_ROUNDS:
             bucket.behind_rounds = 0
-            self._overruled = window.chosen_rounds.index(max(window.chosen_rounds))
+            bucket.overruled = window.chosen_rounds.index(max(window.chosen_rounds))
             logger.warning(
-                "specgovernor: guard: at batch sizes %d to %d the policy made %.1f tokens/s for %d "
-                "rounds where tier %s makes %.1f by measured times: it is forced for %d rounds",
+                "specgovernor: guard: at batch sizes %d to %d the policy made %.1f tokens/s in its "
+                "last rounds where tier %s makes %.1f by measured times, as it has for %d rounds: "
+                "%s is forced for %d rounds",
                 2**index // 2 + 1,
                 2**index,
                 made,
-                PATIENCE_ROUNDS,
                 self._names[best],
                 rate,
+                PATIENCE_ROUNDS,
+                self._names[best],
                 FORCE_ROUNDS,
             )
             return (FORCE, best, index, FORCE_ROUNDS)

@@ -44,7 +44,6 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     parser.add_argument(
         "--governor-guard",
         choices=("on", "off"),
-        default="on",
         help="on (default): overrule the policy where another tier measures better",
     )
     parser.add_argument("--governor-trace", metavar="FILE", help="record a step trace")
@@ -58,7 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         settings.TIERS: ours.governor_tiers or "",
         settings.MODE: ours.governor,
         settings.STRICT: "1" if ours.governor_strict else "",
-        settings.GUARD: "0" if ours.governor_guard == "off" else "",
+        settings.GUARD: ours.governor_guard or "",
         settings.TRACE: ours.governor_trace or "",
         settings.DECISIONS: ours.governor_decisions or "",
     }

@@ -38,7 +38,6 @@ class RoundCount(NamedTuple):
         tokens: Tokens that it generated.
         wasted_drafts: Drafts that were not accepted.
         decision_s: What the decision took, or None if there was none.
-        fallbacks: Errors of the governor since the start.
         guard_active: Whether the guard chose.
         guard_forced: Times that the guard forced a tier since the start.
     """
@@ -48,7 +47,6 @@ class RoundCount(NamedTuple):
     tokens: int
     wasted_drafts: int
     decision_s: float | None
-    fallbacks: int
     guard_active: bool
     guard_forced: int
 
@@ -94,7 +92,7 @@ class GovernorMetrics:
             buckets=DECISION_BUCKETS_S,
         ).labels(**labels)
         self._last_tier: str | None = None
-        self._seen_fallbacks = self._seen_forced = 0
+        self._seen_forced = 0
         self._writer: BackgroundWriter[RoundCount] = BackgroundWriter(
             self._count, "specgovernor metrics"
         )
@@ -103,6 +101,10 @@ class GovernorMetrics:
     def set_mode(self, mode: str) -> None:
         """Show a mode."""
         self._mode.set(MODES.index(mode))
+
+    def count_fallback(self) -> None:
+        """Count an error of the governor, at once: there may be no round to count it with."""
+        self._fallbacks.inc()
 
     def close(self) -> None:
         """Count what is queued, and end the thread."""
@@ -125,8 +127,7 @@ class GovernorMetrics:
         self._switches.inc(switches)
         self._wasted.inc(sum(row.wasted_drafts for row in rows))
         last = rows[-1]
-        self._fallbacks.inc(last.fallbacks - self._seen_fallbacks)
         self._guard_forced.inc(last.guard_forced - self._seen_forced)
-        self._seen_fallbacks, self._seen_forced = last.fallbacks, last.guard_forced
+        self._seen_forced = last.guard_forced
         self._num_steps.set(last.num_steps)
         self._guard_active.set(last.guard_active)

@@ -11,6 +11,7 @@ SGLang hands it to all tensor-parallel ranks between two rounds, the same two on
 """
 
 import argparse
+import http.client
 import json
 import sys
 import urllib.error
@@ -21,6 +22,7 @@ from engine_hooks.settings import MODES
 from engine_hooks.symbols import MODE_KEY
 
 LIMIT_S = 30.0
+MAX_ANSWER_BYTES = 65_536
 
 
 def change_mode(url: str, mode: str, api_key: str | None = None) -> bool:
@@ -28,7 +30,9 @@ def change_mode(url: str, mode: str, api_key: str | None = None) -> bool:
 
     Raises:
         OSError: If it cannot be reached or refuses the request.
+        http.client.HTTPException: If it does not speak HTTP, or the URL is none.
         ValueError: If the answer is none of SGLang's.
+        RecursionError: Likewise.
     """
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
@@ -36,7 +40,9 @@ def change_mode(url: str, mode: str, api_key: str | None = None) -> bool:
     body = json.dumps({"server_args": {MODE_KEY: MODES.index(mode)}}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/set_internal_state", body, headers)
     with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
-        answers = json.load(response)  # One true or false for each data-parallel replica.
+        answers = json.loads(
+            response.read(MAX_ANSWER_BYTES)
+        )  # One true or false for each data-parallel replica.
     if not isinstance(answers, list):
         raise ValueError(f"expected a list of true and false, got {answers!r:.80}")
     return bool(answers) and all(answer is True for answer in answers)
@@ -51,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         changed = change_mode(options.url, options.mode, options.api_key)
-    except (OSError, ValueError) as error:
-        print(f"error: {options.url} did not change the mode: {error}", file=sys.stderr)
+    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
+        why = str(error) or type(error).__name__
+        print(f"error: {options.url} did not change the mode: {why:.200}", file=sys.stderr)
         return 2
     if not changed:
         print(

@@ -4,9 +4,9 @@ import logging
 import multiprocessing
 from typing import Any
 
-from controller.errors import ConfigError, SpecGovernorError
+from controller.errors import ConfigError
 from engine_hooks import symbols
-from engine_hooks.settings import Settings
+from engine_hooks.settings import Settings, asks_for_strict
 from engine_hooks.verify import refusal_line
 
 logger = logging.getLogger("engine_hooks")
@@ -21,7 +21,7 @@ def register() -> None:
     try:
         settings = Settings.from_environment()
     except ConfigError as error:
-        _say(refusal_line(symbols.installed_version(), str(error)))
+        _refuse(str(error))
         return
     if settings.idle:
         return
@@ -31,17 +31,25 @@ def register() -> None:
     except (OSError, SyntaxError) as error:
         faults = [f"its source cannot be read ({error})"]
     if faults:
-        line = refusal_line(version, "; ".join(faults))
-        if settings.strict:
-            raise SystemExit(line)
-        _say(line)
+        _refuse("; ".join(faults))
         return
     if symbols.version_key(version) > symbols.version_key(symbols.LAST_SUPPORTED):
         _say(f"specgovernor: SGLang {version} is newer than any that was tried; it has all symbols")
     try:
         install(settings)
-    except SpecGovernorError as error:
-        _say(refusal_line(version, str(error)))
+    except Exception as error:  # SGLang would swallow it, and start without a word.
+        _refuse(f"{type(error).__name__}: {error}")
+
+
+def _refuse(reason: str) -> None:
+    """Say why nothing is governed, and end the process if the operator said strict.
+
+    SGLang swallows any other exception of a plugin.
+    """
+    line = refusal_line(symbols.installed_version(), reason)
+    if asks_for_strict():
+        raise SystemExit(line)
+    _say(line)
 
 
 def install(settings: Settings) -> None:

@@ -105,6 +105,10 @@ class TraceRecorder:
                 if self.refused == 1:
                     logger.warning("specgovernor trace: a row was left out: %s", error)
         self._file.flush()
-        if self._file.path.stat().st_size >= self._rotation.max_bytes:
+        try:
+            full = self._file.path.stat().st_size >= self._rotation.max_bytes
+        except FileNotFoundError:  # Somebody took it away: go on in a new one.
+            full = True
+        if full:
             self._file.close()
             self._file = self._next_file()

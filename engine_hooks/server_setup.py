@@ -73,6 +73,8 @@ class ServerSetup:
         try:
             if not server_args.speculative_algorithm:
                 raise ConfigError("it was started without --speculative-algorithm")
+            if getattr(server_args, "pp_size", 1) > 1:
+                raise ConfigError("SGLang cannot change draft steps with pipeline parallelism")
             checkpoint = self._settings.load_policy()
             steps = set(runnable(checkpoint.tiers, checkpoint.calibration).num_steps)
         except SpecGovernorError as error:

@@ -37,7 +37,16 @@ SHADOW = "shadow"
 OFF = "off"
 MODES = (OFF, SHADOW, ON)
 
-_FLAGS = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+_FLAGS = {
+    "on": True,
+    "off": False,
+    "0": False,
+    "false": False,
+    "no": False,
+    "1": True,
+    "true": True,
+    "yes": True,
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,14 @@ class Settings:
         if self.policy is None:
             raise ConfigError("no policy is set")
         return load_checkpoint(self.policy, self.calibration, self.tiers)
+
+
+def asks_for_strict(environment: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the operator wants no server without a governor; a misspelt wish is one too."""
+    try:
+        return _flag(os.environ if environment is None else environment, STRICT, False)
+    except ConfigError:
+        return True
 
 
 def _flag(environment: Mapping[str, str], name: str, unset: bool) -> bool:

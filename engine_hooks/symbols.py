@@ -198,7 +198,10 @@ def count_context(batch: Any) -> int:
 def kv_use(scheduler: Any) -> float:
     """Return the share of the KV cache that requests hold; what may be evicted is free."""
     free = scheduler.token_to_kv_pool_allocator.available_size()
-    free += scheduler.tree_cache.evictable_size()
+    try:
+        free += scheduler.tree_cache.evictable_size()
+    except NotImplementedError:  # Caches of hybrid models have two sizes, in 0.5.15.post1.
+        free += scheduler.tree_cache.full_evictable_size()
     return 1.0 - float(free / scheduler.max_total_num_tokens)
 
 
@@ -251,6 +254,13 @@ def metrics_labels(scheduler: Any) -> dict[str, Any] | None:
         return None
     labels: dict[str, Any] | None = getattr(reporter.metrics_collector, "labels", None)
     return None if labels is None else dict(labels)
+
+
+def num_ranks(group: Any) -> int:
+    """Return the number of ranks of a group."""
+    import torch.distributed as distributed
+
+    return int(distributed.get_world_size(group))
 
 
 def from_first_rank(values: tuple[int, ...], group: Any) -> tuple[int, ...]:

@@ -30,8 +30,16 @@ class RunnableTiers:
     keeps_warm: tuple[bool, ...]
     notes: tuple[str, ...]
 
-    def index_of(self, num_steps: int, keeps_warm: bool) -> int:
-        """Return the tier that a round of these steps counts as: the same, else the nearest."""
+    def index_of(self, num_steps: int, keeps_warm: bool, asked: int | None = None) -> int:
+        """Return the tier that a round of these steps counts as: the same, else the nearest.
+
+        Of several that run alike it is the one that was asked for.
+        """
+        if asked is not None and (num_steps, keeps_warm) == (
+            self.num_steps[asked],
+            self.keeps_warm[asked],
+        ):
+            return asked
         distance = [
             (abs(steps - num_steps), warm != keeps_warm)
             for steps, warm in zip(self.num_steps, self.keeps_warm, strict=True)

@@ -241,9 +241,82 @@ def test_requests_join_when_they_first_decode(driver, params):
     driver.run_batch(worker.run, here, batch("extend", [c, d, a], decoding_reqs=[a]))
     d.done = True  # its first token was its last
     assert decode(a, b, c) == 3
-    assert driver._prefilled == set()
+    assert list(driver._prefilled) == [d]
     driver.run_batch(worker.run, here, batch("extend", [b]))  # was retracted and comes again
     assert decode(a, c, b) == 4
+
+
+def test_a_server_that_never_decodes_keeps_no_requests(driver, params):
+    worker, here = Worker(params), scheduler()
+    for index in range(200):
+        ran = batch("extend", [Request(str(index))])
+        driver.process_batch_result(keep, here, ran, driver.run_batch(worker.run, here, ran))
+    del ran
+    assert len(driver._prefilled) <= driver._launches.maxlen
+    assert driver.fallbacks == 0
+
+
+def test_requests_that_join_have_their_context_counted(driver, params):
+    seen = []
+    driver.governor.policy_tier = lambda *what: seen.append(what[2]) or 1
+    worker, here = Worker(params), scheduler()
+    old = [Request(str(i), prompt=10) for i in range(40)]
+    new = [Request(f"new {i}", prompt=8000) for i in range(20)]
+    driver.run_batch(worker.run, here, batch("decode", old))
+    driver.run_batch(worker.run, here, batch("extend", new))
+    driver.run_batch(worker.run, here, batch("decode", old[20:] + new))
+    assert seen == [40 * 11, 20 * 11 + 20 * 8001]
+
+
+def test_an_unreadable_batch_is_sglangs_own_trouble(driver, params):
+    driver.decisions = SimpleNamespace(put=lambda row: None)
+    broken = SimpleNamespace(reqs=None, forward_mode=SimpleNamespace(is_decode=lambda: False))
+    assert driver.process_batch_result(keep, scheduler(), broken, None) == "returned"
+    assert driver.fallbacks == 1
+
+
+def test_a_guard_that_cannot_reach_the_others_is_given_up(driver, params):
+    def fails():
+        raise RuntimeError("no connection")
+
+    driver.guard = SimpleNamespace(begin_round=fails)
+    script(driver, [1, 1])
+    assert play(driver, params, 2) == [1, 1]
+    assert driver.guard is None
+    assert driver.fallbacks == 1
+
+
+def test_the_mode_changes_with_a_request_to_sglang(driver, params, monkeypatch, caplog):
+    monkeypatch.setattr("engine_hooks.driver.settings_reply", lambda updated: updated)
+
+    def change(**values):
+        request = SimpleNamespace(server_args=values)
+        return driver.set_internal_state(lambda *_: "SGLang's", scheduler(), request)
+
+    script(driver, [1, 5, 1, 1])
+    assert play(driver, params, 2) == [1, 7]
+    assert change(specgovernor_mode=1) is True
+    assert play(driver, params, 1) == [3]
+    assert change(specgovernor_mode=0) is True
+    assert play(driver, params, 1) == [3]
+    assert change(specgovernor_mode=2) is True
+    assert play(driver, params, 1) == [1]
+    assert change(pp_max_micro_batch_size=3) == "SGLang's"
+    for values in (
+        {"specgovernor_mode": 3},
+        {"specgovernor_mode": -1},
+        {"specgovernor_mode": 1.5},
+        {"specgovernor_mode": 1, "pp_max_micro_batch_size": 3},
+    ):
+        assert change(**values) is False
+        assert driver.mode == "on"
+    driver.params = None
+    driver.mode = "off"
+    assert change(specgovernor_mode=2) is False
+    assert change(specgovernor_mode=1) is True
+    assert "adaptive speculation is off" in caplog.text
+    driver.governor = None
+    assert change(specgovernor_mode=1) is False
 
 
 def test_rounds_are_summed_up_in_the_log(driver, params, caplog, monkeypatch):
@@ -337,6 +410,14 @@ def test_native_runs_as_cold_and_is_costed_so_where_it_can_be():
     costed = costed_tiers(trained, runs.tiers, with_cold)
     assert [tier.name for tier in costed] == ["cold", "1", "3"]
     assert [runs.index_of(steps, True) for steps in range(8)] == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_of_tiers_that_run_alike_the_one_asked_for_counts():
+    calibration = Calibration.load("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
+    runs = runnable([tier_of(name) for name in ("native", "cold", "3")], calibration)
+    assert runs.index_of(0, False) == 0
+    assert runs.index_of(0, False, 1) == 1
+    assert runs.index_of(3, True, 1) == 2
 
 
 def test_a_tier_of_the_same_steps_is_told_apart_by_what_it_does_to_the_draft():

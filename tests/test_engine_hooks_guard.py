@@ -8,6 +8,7 @@ from engine_hooks.guard import (
     FORCE_ROUNDS,
     MAX_TRIES,
     PATIENCE_ROUNDS,
+    PROBE,
     PROBE_ROUNDS,
     SYNC_ROUNDS,
     Guard,
@@ -49,15 +50,15 @@ class Ranks:
             forced.append(guard.tier(batch_size))
         assert forced[0] == forced[1]
         tier = self.policy if forced[0] is None else forced[0]
-        if tier == self.last:
-            self.first.measured(
-                tier,
-                batch_size,
-                round(batch_size * ACCEPT_LEN[tier]),
-                self.times_s[tier] * self.noise.uniform(0.95, 1.05),
-                PREDICTED_S,
-                forced[0] is None,
-            )
+        self.first.measured(
+            tier,
+            batch_size,
+            round(batch_size * ACCEPT_LEN[tier]),
+            self.times_s[tier] * self.noise.uniform(0.95, 1.05),
+            PREDICTED_S,
+            forced[0] is None,
+            tier == self.last,
+        )
         self.last = tier
         return tier, forced[0] is not None
 
@@ -91,7 +92,7 @@ def test_a_good_policy_is_left_alone_but_for_one_look_at_the_static_tier_and_at_
 def test_a_calibration_that_is_wrong_is_found_out_by_the_static_tier():
     """By the calibration off is best; in truth it takes three times as long."""
     ranks = Ranks([0.048, 0.012, 0.016], policy=0)
-    rounds = ranks.run(PATIENCE_ROUNDS + 2 * SYNC_ROUNDS)
+    rounds = ranks.run(PATIENCE_ROUNDS + 4 * SYNC_ROUNDS)
     assert ranks.first.forced == 1
     assert rounds[-1] == (2, True)
 
@@ -143,12 +144,11 @@ def test_stale_and_guessed_acceptance_do_not_overrule_alone():
 
 def test_a_tier_that_cannot_be_measured_is_not_tried_for_ever():
     ranks = Ranks([0.010, 0.012, 0.016], policy=0)
-    for index in range(6000):
+    for _ in range(6000):
         # As soon as it is tried, the batch leaves the bucket.
         ranks.round(16 if ranks.first.active else 8)
-        assert index >= 0
-    orders = [order for order in ranks.sent if order[0]]
-    assert len([order for order in orders if order[1:3] == (2, bucket_of(8))]) == MAX_TRIES
+    tried = [order for order in ranks.sent if order[0] == PROBE and order[2] == bucket_of(8)]
+    assert [order[1] for order in tried].count(2) == MAX_TRIES
 
 
 def test_a_round_that_waited_for_the_host_hardly_counts():
@@ -178,3 +178,45 @@ def test_a_verdict_that_fails_is_no_verdict_and_the_other_ranks_get_it(caplog):
 @pytest.mark.parametrize(("size", "bucket"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (64, 6)])
 def test_buckets(size, bucket):
     assert bucket_of(size) == bucket
+
+
+def test_every_batch_size_has_its_own_verdict():
+    ranks = Ranks([0.010, 0.012, 0.016], policy=0)
+    chance = random.Random(5)
+    sizes = [chance.choice((8, 8, 8, 16, 16)) for _ in range(4000)]
+    forced = {8: 0, 16: 0}
+    for size in sizes:
+        forced[size] += ranks.round(size) == (2, True)
+    for size, count in forced.items():
+        assert count > 0.55 * sizes.count(size)
+
+
+def test_a_policy_that_mixes_good_and_bad_rounds_is_overruled_for_long():
+    ranks = Ranks([0.010, 0.012, 0.016], policy=0)
+    rounds = []
+    for index in range(3000):
+        ranks.policy = 2 if index % 5 < 3 else 0  # mostly the best tier, but not enough
+        rounds.append(ranks.round())
+    assert ranks.first.forced <= 3
+    assert rounds.count((2, True)) > 2000
+
+
+def test_a_policy_that_switches_every_round_is_overruled():
+    ranks = Ranks([0.010, 0.0155, 0.016], policy=0)
+    for index in range(1000):
+        ranks.policy = index % 2
+        ranks.round()
+    assert ranks.first.forced >= 1
+    assert ranks.round() == (2, True)
+
+
+def test_a_stall_while_a_tier_is_tried_does_not_condemn_it():
+    ranks = Ranks([0.010, 0.012, 0.016], policy=0)
+    usual, stalls = ranks.times_s, 1
+    for _ in range(400):
+        tried = ranks.first.tier(8) == 2
+        ranks.times_s = [0.010, 0.012, 2.0] if tried and stalls else usual
+        stalls -= tried and ranks.last == 2 and stalls > 0
+        ranks.round()
+    assert stalls == 0
+    assert ranks.first.forced == 1

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,7 +17,7 @@ from controller.errors import ConfigError, SpecGovernorError
 from controller.features import NUM_GLOBAL, NUM_PER_TIER
 from controller.policy import parameter_shapes
 from controller.tiers import tier_of
-from engine_hooks import bench_decision, launch, plugin, symbols
+from engine_hooks import bench_decision, launch, mode, plugin, symbols
 from engine_hooks.server_setup import ServerSetup
 from engine_hooks.settings import Settings
 from engine_hooks.verify import missing_hooks
@@ -155,6 +156,55 @@ def test_a_missing_symbol_leaves_the_server_alone_and_is_said(registered, monkey
         plugin.register()
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SPECGOVERNOR_STRICT": "1", "SPECGOVERNOR_MODE": "onn"},
+        {"SPECGOVERNOR_STRICT": "on", "SPECGOVERNOR_GUARD": "maybe"},
+        {"SPECGOVERNOR_STRICT": "yess"},
+    ],
+)
+def test_strict_holds_also_where_a_setting_is_misspelt(registered, monkeypatch, env):
+    for name, value in {"SPECGOVERNOR_POLICY": "p", **env}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="does NOT govern"):
+        plugin.register()
+
+
+def test_an_error_while_registering_is_said(registered, monkeypatch, caplog):
+    def fails(settings):
+        raise RuntimeError("planted")
+
+    monkeypatch.setenv("SPECGOVERNOR_POLICY", "p")
+    monkeypatch.setattr(plugin, "install", fails)
+    plugin.register()
+    assert "does NOT govern" in caplog.text
+    assert "RuntimeError: planted" in caplog.text
+    monkeypatch.setenv("SPECGOVERNOR_STRICT", "1")
+    with pytest.raises(SystemExit, match="planted"):
+        plugin.register()
+
+
+def test_the_flag_of_the_guard_overrules_the_environment():
+    ours, _ = launch.parse(["--policy", "p", "--governor-guard", "on"])
+    assert ours["SPECGOVERNOR_GUARD"] == "on"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:9", "refused"),
+        ("http://h:abc", "nonnumeric port"),
+        ("http://a b", "control characters|can't contain"),
+        ("nowhere", "unknown url type"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_gives_one_line(capsys, url, reason):
+    assert mode.main([url, "on"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(reason, line)
+
+
 # --- what is set on a server ---------------------------------------------------------------------
 
 
@@ -237,6 +287,7 @@ def test_the_limit_that_sglang_sets_is_named(checkpoint, caplog):
     [
         ("nowhere", {}, "expected a checkpoint directory"),
         (None, {"speculative_algorithm": None}, "without --speculative-algorithm"),
+        (None, {"pp_size": 2}, "pipeline parallelism"),
     ],
 )
 def test_a_server_that_cannot_be_governed_stays_as_it_was(checkpoint, caplog, policy, more, reason):
@@ -303,7 +354,7 @@ def test_the_command_line_is_split():
         "SPECGOVERNOR_POLICY": "p",
         "SPECGOVERNOR_MODE": "shadow",
         "SPECGOVERNOR_STRICT": "1",
-        "SPECGOVERNOR_GUARD": "0",
+        "SPECGOVERNOR_GUARD": "off",
     }
     assert theirs == ["--model-path", "m", "--port", "1"]
     ours, theirs = launch.parse(["--model-path", "m", "--policy", "p", "--tp-size=2"])
