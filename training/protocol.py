@@ -59,13 +59,13 @@ BANDS = {"light": (1 / 256, 1 / 32), "crossover": (1 / 8, 3 / 8), "saturated": (
 """Clients of the closed loops, as shares of the largest batch."""
 OPEN_RATES = (0.7, 0.9, 1.1)
 """Arrival rates, as shares of the capacity of the server without speculation."""
-SLO_TTFT_S = 2.0
-SLO_TPOT_S = 0.05
 
 TUNING_SEED = 800_001
 TEST_SEED = 700_001
-SHIFT_ROUNDS = 600
-"""Half a cycle of the cells with a phase shift, in rounds without speculation."""
+SHIFT_ROUNDS = 1000
+"""Rounds without speculation between two phase shifts of the cells that measure regret."""
+SHIFT_PHASES = (6, 4, 3)
+"""Length of those cells in such phases, by load: drafts that are accepted use up tokens faster."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ class Size:
         scenarios: Test scenarios of closed loops, by index; all open cells need their own.
         calibrations: Systems.
         shift_seeds: Episodes of each cell with a phase shift.
+        tuning_rounds: Length of a closed loop of the tuning part.
+        tuning_requests: Requests of an open loop of the tuning part.
     """
 
     seeds: int
@@ -137,12 +139,14 @@ class Size:
     scenarios: tuple[int, ...]
     calibrations: tuple[str, ...]
     shift_seeds: int
+    tuning_rounds: int
+    tuning_requests: int
 
 
 ALL = tuple(range(len(TEST_SCENARIOS)))
 SIZES = {
-    "full": Size(4, 1600, 400, ALL, (TRAINED_ON, *HELD_OUT, *SURFACES), 8),
-    "smoke": Size(2, 400, 80, (1, 5), (TRAINED_ON, HELD_OUT[0]), 2),
+    "full": Size(4, 1600, 400, ALL, (TRAINED_ON, *HELD_OUT, *SURFACES), 4, 800, 200),
+    "smoke": Size(2, 300, 60, (3, 5), (TRAINED_ON, HELD_OUT[0]), 1, 150, 40),
 }
 
 
@@ -234,16 +238,18 @@ def open_cell(
     return Cell(deployment, make_workload(text, acceptance, lengths, name=name))
 
 
-def tuning_cells(deployment: Deployment, rounds: int, requests: int) -> list[Cell]:
+def tuning_cells(deployment: Deployment, size: Size) -> list[Cell]:
     """Return the tuning part: every load twice, every scenario twice, and six open loads."""
     cells = []
     for i, (band, running) in enumerate(clients(deployment)):
         for scenario in (TUNING_SCENARIOS[i], TUNING_SCENARIOS[(i + 3) % len(TUNING_SCENARIOS)]):
-            cells.append(closed_cell(deployment, band, running, scenario, rounds))
+            cells.append(closed_cell(deployment, band, running, scenario, size.tuning_rounds))
     for share in OPEN_RATES:
         for arrivals, lengths, index in OPEN_TUNING:
             scenario = TUNING_SCENARIOS[index]
-            cells.append(open_cell(deployment, arrivals, lengths, share, scenario, requests))
+            cells.append(
+                open_cell(deployment, arrivals, lengths, share, scenario, size.tuning_requests)
+            )
     return cells
 
 
@@ -269,6 +275,8 @@ def shift_cells(deployment: Deployment) -> list[Cell]:
     limit = deployment.max_running_requests
     scenario = _scenario("collapse", high=0.85, low=0.05, period_s=SHIFT_ROUNDS)
     return [
-        closed_cell(deployment, "shift", running, scenario, 4 * SHIFT_ROUNDS)
-        for running in (max(limit // 32, 1), limit // 4, limit)
+        closed_cell(deployment, "shift", running, scenario, phases * SHIFT_ROUNDS)
+        for running, phases in zip(
+            (max(limit // 32, 1), limit // 4, limit), SHIFT_PHASES, strict=True
+        )
     ]
