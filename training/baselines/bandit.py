@@ -9,15 +9,16 @@ tried; rounds on a stale draft count, since they are what switching costs. Old r
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from env.compiled import kernel
+from env.server_loop import step_server
 from env.simulator import Simulator
-from training.baselines.feedback import HISTOGRAM, ROWS, TIER, Feedback
-from training.baselines.stepwise import Stepwise
+from training.baselines.feedback import HISTOGRAM, ROWS, TIER, Feedback, collect, new_feedback
+from training.baselines.stepwise import Compiled
 from training.baselines.task import Task
 from training.controllers import Controller
 
@@ -75,49 +76,79 @@ def best_arm(weights, sums, num_steps, exploration):
     return best
 
 
-@kernel
-def feed_and_choose(
-    state, costs, known, num_known, weights, sums, held, discount, exploration, hold, actions
-):
-    """Give the new rewards to their bandits, then choose, at the end of a block only."""
-    for e in range(actions.shape[0]):
-        server = state.server[e]
-        if server.done:
-            continue
-        row = state.config[e].cost_row
-        for i in range(num_known[e]):
-            rows = known[e, i, ROWS]
-            if rows == 0:
-                continue
-            arm = known[e, i, TIER]
-            correct = 0.0
-            for count in range(costs.num_steps[arm] + 1):
-                correct += count * known[e, i, HISTOGRAM + count]
-            context = server.context_tokens
-            own_s = costs.base_s[row, arm, rows] + costs.context_s[row, arm] * context
-            off_s = costs.base_s[row, 0, rows] + costs.context_s[row, 0] * context
-            reward = (1.0 + correct / rows) * off_s / own_s
-            bucket = bucket_of(rows)
-            add_reward(weights[e, bucket], sums[e, bucket], arm, reward, discount)
-        bucket = bucket_of(max(server.num_running, 1))
-        if held[e, 0] > 0 and held[e, 1] == bucket:
-            held[e, 0] -= 1
-            continue
-        actions[e] = best_arm(weights[e, bucket], sums[e, bucket], costs.num_steps, exploration)
-        held[e, 0] = hold - 1
-        held[e, 1] = bucket
+class Memory(NamedTuple):
+    """What the bandits of all servers remember, and their settings.
 
+    Attributes:
+        settings: ``(2,)`` discount and exploration.
+        hold: ``(1,)`` rounds of a block.
+        weights: ``(num_servers, NUM_BUCKETS, num_tiers)`` discounted pulls.
+        sums: ``(num_servers, NUM_BUCKETS, num_tiers)`` discounted rewards.
+        block: ``(num_servers, 3)`` rounds left, bucket and tier of the block at hand.
+        feedback: Results.
+    """
 
-@dataclass
-class _Memory:
-    feedback: Feedback
+    settings: NDArray[np.float64]
+    hold: NDArray[np.int64]
     weights: NDArray[np.float64]
     sums: NDArray[np.float64]
-    held: NDArray[np.int64]
+    block: NDArray[np.int64]
+    feedback: Feedback
+
+
+@kernel
+def bandit_tier(state, costs, e, memory):
+    """Give the new rewards of a server to their bandits, then choose, at the end of a block."""
+    server = state.server[e]
+    row = state.config[e].cost_row
+    known = memory.feedback.known[e]
+    for i in range(collect(state, e, memory.feedback.held[e], known)):
+        rows = known[i, ROWS]
+        if rows == 0:
+            continue
+        arm = known[i, TIER]
+        correct = 0.0
+        for count in range(costs.num_steps[arm] + 1):
+            correct += count * known[i, HISTOGRAM + count]
+        context = server.context_tokens
+        own_s = costs.base_s[row, arm, rows] + costs.context_s[row, arm] * context
+        off_s = costs.base_s[row, 0, rows] + costs.context_s[row, 0] * context
+        reward = (1.0 + correct / rows) * off_s / own_s
+        bucket = bucket_of(rows)
+        add_reward(
+            memory.weights[e, bucket], memory.sums[e, bucket], arm, reward, memory.settings[0]
+        )
+    bucket = bucket_of(max(server.num_running, 1))
+    block = memory.block[e]
+    if block[0] > 0 and block[1] == bucket:
+        block[0] -= 1
+        return block[2]
+    block[0] = memory.hold[0] - 1
+    block[1] = bucket
+    block[2] = best_arm(
+        memory.weights[e, bucket], memory.sums[e, bucket], costs.num_steps, memory.settings[1]
+    )
+    return block[2]
+
+
+@kernel
+def choose_bandit(state, costs, memory, actions):
+    """Choose once on every server that is not done."""
+    for e in range(actions.shape[0]):
+        if not state.server[e].done:
+            actions[e] = bandit_tier(state, costs, e, memory)
+
+
+@kernel
+def run_bandit(state, costs, memory):
+    """Run every server to its end."""
+    for e in range(memory.block.shape[0]):
+        while not state.server[e].done:
+            step_server(state, costs, e, bandit_tier(state, costs, e, memory))
 
 
 @dataclass(frozen=True)
-class Bandit(Stepwise):
+class Bandit(Compiled):
     """The bandit and its settings.
 
     Attributes:
@@ -131,32 +162,19 @@ class Bandit(Stepwise):
     discount: float = 0.99
     hold: int = 8
     name: str = "bandit"
+    choose_kernel = choose_bandit
+    run_kernel = run_bandit
 
     def start(self, simulator: Simulator) -> Any:
         """Return bandits that have seen nothing."""
         shape = (simulator.num_servers, NUM_BUCKETS, simulator.num_tiers)
-        return _Memory(
-            Feedback(simulator.num_servers),
+        return Memory(
+            np.array([self.discount, self.exploration]),
+            np.array([self.hold]),
             np.zeros(shape),
             np.zeros(shape),
-            np.zeros((simulator.num_servers, 2), np.int64),
-        )
-
-    def choose(self, simulator: Simulator, memory: Any, actions: NDArray[np.int64]) -> None:
-        """Fill the tiers of the next round."""
-        memory.feedback.update(simulator)
-        feed_and_choose(
-            simulator.state,
-            simulator.costs,
-            memory.feedback.known,
-            memory.feedback.num_known,
-            memory.weights,
-            memory.sums,
-            memory.held,
-            self.discount,
-            self.exploration,
-            self.hold,
-            actions,
+            np.zeros((simulator.num_servers, 3), np.int64),
+            new_feedback(simulator.num_servers),
         )
 
 

@@ -5,12 +5,14 @@ processed, unless a prefill batch came between them. A simulated server keeps on
 last round; so what is not known yet is held here until the next decision.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.memory import CURRENT_TIER
 from controller.tiers import MAX_NUM_STEPS
 from env.compiled import kernel
-from env.simulator import Simulator
 
 TIER = 0
 ROWS = 1
@@ -21,53 +23,57 @@ WIDTH = HISTOGRAM + MAX_NUM_STEPS + 1
 
 
 @kernel
-def collect(state, held, known, num_known):
-    """Sort the last round's results into what is known and what is held.
+def collect(state, e, held, known):
+    """Sort the last round's results into what is known and what is held; call once a decision.
 
     Args:
         state: The servers.
-        held: ``(num_servers, WIDTH + 1)`` results to come, the last entry 1 where there is one.
-        known: ``(num_servers, 2, WIDTH)``, filled, oldest first.
-        num_known: ``(num_servers,)``, filled with 0 to 2.
+        e: The server.
+        held: ``(WIDTH + 1,)`` a result to come, the last entry 1 if there is one; changed.
+        known: ``(2, WIDTH)``, filled, oldest first.
+
+    Returns:
+        How many are known.
     """
-    for e in range(num_known.shape[0]):
-        server = state.server[e]
-        num_known[e] = 0
-        if server.done or server.num_rounds == 0:
-            continue
-        if held[e, WIDTH] > 0:
-            known[e, 0, :] = held[e, :WIDTH]
-            num_known[e] = 1
-            held[e, WIDTH] = 0
-        target = held[e]
-        if server.pending_tier < 0:
-            target = known[e, num_known[e]]
-            num_known[e] += 1
-        else:
-            held[e, WIDTH] = 1
-        target[TIER] = np.int64(state.memory[e, 0])
-        target[COLD_START] = 1 if server.pending_cold_start else 0
-        rows = 0
-        for count in range(MAX_NUM_STEPS + 1):
-            target[HISTOGRAM + count] = state.histogram[e, count]
-            rows += state.histogram[e, count]
-        target[ROWS] = rows
+    server = state.server[e]
+    count = 0
+    if server.done or server.num_rounds == 0:
+        return count
+    if held[WIDTH] > 0:
+        known[0, :] = held[:WIDTH]
+        held[WIDTH] = 0
+        count = 1
+    target = held
+    if server.pending_tier < 0:
+        target = known[count]
+        count += 1
+    else:
+        held[WIDTH] = 1
+    target[TIER] = np.int64(state.memory[e, CURRENT_TIER])
+    target[COLD_START] = 1 if server.pending_cold_start else 0
+    rows = 0
+    for correct in range(MAX_NUM_STEPS + 1):
+        target[HISTOGRAM + correct] = state.histogram[e, correct]
+        rows += state.histogram[e, correct]
+    target[ROWS] = rows
+    return count
 
 
-class Feedback:
-    """The results that become known between one decision and the next.
+class Feedback(NamedTuple):
+    """The results that are known at the decision, for every server.
 
     Attributes:
+        held: ``(num_servers, WIDTH + 1)``, see :func:`collect`.
         known: ``(num_servers, 2, WIDTH)`` tier, rows, whether the drafts were stale, and the rows
             by number of correct drafts; rows of requests that have finished count, as in SGLang.
-        num_known: ``(num_servers,)`` how many of the two are new.
     """
 
-    def __init__(self, num_servers: int) -> None:
-        self.known: NDArray[np.int64] = np.zeros((num_servers, 2, WIDTH), np.int64)
-        self.num_known: NDArray[np.int64] = np.zeros(num_servers, np.int64)
-        self._held = np.zeros((num_servers, WIDTH + 1), np.int64)
+    held: NDArray[np.int64]
+    known: NDArray[np.int64]
 
-    def update(self, simulator: Simulator) -> None:
-        """Take in the round since the last call; call it once before each decision."""
-        collect(simulator.state, self._held, self.known, self.num_known)
+
+def new_feedback(num_servers: int) -> Feedback:
+    """Return feedback of servers that have run no round."""
+    return Feedback(
+        np.zeros((num_servers, WIDTH + 1), np.int64), np.zeros((num_servers, 2, WIDTH), np.int64)
+    )

@@ -8,15 +8,23 @@ for some rounds after a long stretch without speculation.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.features import GAIN_SCALE, NUM_GLOBAL, NUM_PER_TIER, TIER_FEATURES
+from controller.features import (
+    GAIN_SCALE,
+    NUM_GLOBAL,
+    NUM_PER_TIER,
+    SCRATCH_SIZE,
+    TIER_FEATURES,
+)
 from controller.memory import CURRENT_TIER, ROUNDS_SINCE_SPECULATION, ROUNDS_SINCE_SWITCH
+from env.compiled import kernel
+from env.server_loop import observe_server, step_server
 from env.simulator import Simulator
-from training.baselines.stepwise import Stepwise
+from training.baselines.stepwise import Compiled
 from training.baselines.task import Task
 from training.controllers import Controller
 
@@ -25,15 +33,104 @@ MARGINS = (0.0, 0.01, 0.03)
 PROBE_EVERY = (None, 64, 256, 1024)
 
 
+class Memory(NamedTuple):
+    """The settings of the rule; what it remembers is in the servers' own memory.
+
+    Attributes:
+        first_gain: ``(1,)`` index in an observation of the first tier's gain at the time scale.
+        margin: ``(1,)`` least advantage for a switch, in the unit of the gains.
+        probe: ``(2,)`` rounds without speculation before a probe (0: never), rounds of a probe.
+        observation_size: ``(1,)``.
+    """
+
+    first_gain: NDArray[np.int64]
+    margin: NDArray[np.float64]
+    probe: NDArray[np.int64]
+    observation_size: NDArray[np.int64]
+
+
+@kernel
+def greedy_choice(gains, num_steps, memory, margin, probe_every, probe_rounds):
+    """Return the tier of the rule.
+
+    Args:
+        gains: ``(num_tiers,)`` ln(tokens/s) behind the best tier's, times a constant: 0 at best.
+        num_steps: ``(num_tiers,)`` draft steps.
+        memory: Memory of the server, see ``controller.memory``.
+        margin: Least advantage for a switch, in the unit of the gains.
+        probe_every: Rounds without speculation before a probe; 0 for never.
+        probe_rounds: Rounds that a stretch of speculation lasts at least, if there are probes.
+    """
+    num_tiers = gains.shape[0]
+    best = 0
+    for k in range(1, num_tiers):
+        if gains[k] > gains[best]:
+            best = k
+    current = np.int64(memory[CURRENT_TIER])
+    if margin > 0.0 and gains[best] - gains[current] <= margin:
+        best = current
+    if probe_every == 0 or num_steps[best] > 0:
+        return best
+    if num_steps[current] > 0:
+        return current if memory[ROUNDS_SINCE_SWITCH] + 1 < probe_rounds else best
+    if memory[ROUNDS_SINCE_SPECULATION] >= probe_every:
+        for k in range(num_tiers):
+            if num_steps[k] > 0 and (num_steps[best] == 0 or gains[k] > gains[best]):
+                best = k
+    return best
+
+
+@kernel
+def greedy_tier(state, costs, e, memory, observation, gains, step_s, scratch):
+    """Observe a server and return the tier of the rule."""
+    observe_server(state, costs, e, observation, step_s, scratch)
+    for k in range(gains.shape[0]):
+        gains[k] = observation[memory.first_gain[0] + k * NUM_PER_TIER]
+    return greedy_choice(
+        gains,
+        costs.num_steps,
+        state.memory[e],
+        memory.margin[0],
+        memory.probe[0],
+        memory.probe[1],
+    )
+
+
+@kernel
+def choose_greedy(state, costs, memory, actions):
+    """Choose once on every server that is not done."""
+    num_tiers = costs.num_steps.shape[0]
+    observation = np.empty(memory.observation_size[0], np.float32)
+    gains, step_s = np.empty(num_tiers), np.empty(num_tiers)
+    scratch = np.empty(SCRATCH_SIZE)
+    for e in range(actions.shape[0]):
+        if not state.server[e].done:
+            actions[e] = greedy_tier(state, costs, e, memory, observation, gains, step_s, scratch)
+
+
+@kernel
+def run_greedy(state, costs, memory):
+    """Run every server to its end."""
+    num_tiers = costs.num_steps.shape[0]
+    observation = np.empty(memory.observation_size[0], np.float32)
+    gains, step_s = np.empty(num_tiers), np.empty(num_tiers)
+    scratch = np.empty(SCRATCH_SIZE)
+    for e in range(state.server.shape[0]):
+        while not state.server[e].done:
+            tier = greedy_tier(state, costs, e, memory, observation, gains, step_s, scratch)
+            step_server(state, costs, e, tier)
+
+
 @dataclass(frozen=True)
-class Greedy(Stepwise):
+class Greedy(Compiled):
     """The rule and its settings.
 
     Attributes:
         scale: Time scale of the accept-rate estimate: ``"fast"``, ``"medium"`` or ``"slow"``.
-        margin: Least advantage for which it switches, ln(tokens/s).
+        margin: Advantage that a switch must exceed, ln(tokens/s).
         probe_every: Rounds without speculation after which it probes; None for never.
-        probe_rounds: Rounds of a probe. The first one drafts on a stale state and tells nothing.
+        probe_rounds: With probes, rounds that a stretch of speculation lasts at least. The first
+            one drafts on a stale state and tells nothing.
         name: Name in tables.
     """
 
@@ -42,35 +139,18 @@ class Greedy(Stepwise):
     probe_every: int | None = None
     probe_rounds: int = 4
     name: str = "greedy"
+    choose_kernel = choose_greedy
+    run_kernel = run_greedy
 
     def start(self, simulator: Simulator) -> Any:
-        """Return the array for observations."""
-        return np.zeros((simulator.num_servers, simulator.observation_size), np.float32)
-
-    def choose(self, simulator: Simulator, memory: Any, actions: NDArray[np.int64]) -> None:
-        """Fill the tiers of the next round."""
-        simulator.observe(memory)
+        """Return the settings as arrays."""
         at = [feature.name for feature in TIER_FEATURES].index(f"gain_{self.scale}")
-        gain = memory[:, NUM_GLOBAL + at :: NUM_PER_TIER]
-        own = simulator.state.memory
-        current = own[:, CURRENT_TIER].astype(np.int64)
-        best = gain.argmax(axis=1)
-        if self.margin > 0.0:
-            ahead = -gain[np.arange(len(current)), current]
-            best = np.where(ahead > GAIN_SCALE * self.margin, best, current)
-        if self.probe_every is not None and simulator.num_tiers > 1:
-            steps = simulator.costs.num_steps
-            first = int(np.argmax(steps > 0))
-            candidate = first + gain[:, first:].argmax(axis=1)
-            due = own[:, ROUNDS_SINCE_SPECULATION] >= self.probe_every
-            probing = (steps[current] > 0) & (
-                own[:, ROUNDS_SINCE_SWITCH] + 1 < self.probe_rounds
-            )
-            due &= steps[current] == 0
-            best = np.where(due, candidate, best)
-            # A probe that has begun is carried through.
-            best = np.where(probing & (steps[best] == 0), current, best)
-        actions[:] = best
+        return Memory(
+            np.array([NUM_GLOBAL + at]),
+            np.array([GAIN_SCALE * self.margin]),
+            np.array([self.probe_every or 0, self.probe_rounds]),
+            np.array([simulator.observation_size]),
+        )
 
 
 def make_greedy(task: Task) -> Controller:
@@ -89,6 +169,3 @@ def make_tuned_greedy(task: Task) -> Controller:
         for rounds in ((4,) if every is None else (3, 8))
     ]
     return task.best(grid)
-
-
-

@@ -16,7 +16,7 @@ cheaper than SGLang's zero-step tier with its draft extension.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,10 @@ from controller.errors import ConfigError
 from controller.tiers import MAX_NUM_STEPS
 from env.compiled import kernel
 from env.deployment import Deployment
+from env.server_loop import step_server
 from env.simulator import Simulator
-from training.baselines.feedback import HISTOGRAM, ROWS, Feedback
-from training.baselines.stepwise import Stepwise
+from training.baselines.feedback import HISTOGRAM, ROWS, Feedback, collect, new_feedback
+from training.baselines.stepwise import Compiled
 from training.baselines.task import Task
 from training.controllers import Controller
 
@@ -125,24 +126,65 @@ def update_slot(settings, steps, num_candidates, slot, rows, correct):
     slot[AT] = to
 
 
+class Memory(NamedTuple):
+    """What the ladders of all servers remember, and their settings.
+
+    Attributes:
+        settings: ``(num_slots, 6)``, see :func:`update_slot`.
+        steps: ``(num_slots, most candidates)`` depths.
+        num_candidates: ``(num_slots,)``.
+        slot_of: ``(num_servers, max_running + 1)`` slot by batch size.
+        tier_of: ``(MAX_NUM_STEPS + 1,)`` tier by depth.
+        slots: ``(num_servers, num_slots, 3)`` state of the slots.
+        feedback: Results.
+    """
+
+    settings: NDArray[np.float64]
+    steps: NDArray[np.int64]
+    num_candidates: NDArray[np.int64]
+    slot_of: NDArray[np.int64]
+    tier_of: NDArray[np.int64]
+    slots: NDArray[np.float64]
+    feedback: Feedback
+
+
 @kernel
-def feed_and_choose(
-    state, settings, steps, num_candidates, slot_of, tier_of, slots, known, num_known, actions
-):
-    """Give the new results to their slots, then choose by batch size."""
-    top = slot_of.shape[1] - 1
+def ladder_tier(state, e, memory):
+    """Give the new results of a server to their slots, then choose by batch size."""
+    known = memory.feedback.known[e]
+    slot_of = memory.slot_of[e]
+    for i in range(collect(state, e, memory.feedback.held[e], known)):
+        rows = known[i, ROWS]
+        correct = 0
+        for count in range(MAX_NUM_STEPS + 1):
+            correct += count * known[i, HISTOGRAM + count]
+        s = slot_of[rows]
+        update_slot(
+            memory.settings[s],
+            memory.steps[s],
+            memory.num_candidates[s],
+            memory.slots[e, s],
+            rows,
+            correct,
+        )
+    s = slot_of[max(state.server[e].num_running, 1)]
+    return memory.tier_of[memory.steps[s, np.int64(memory.slots[e, s, AT])]]
+
+
+@kernel
+def choose_ladder(state, costs, memory, actions):
+    """Choose once on every server that is not done."""
     for e in range(actions.shape[0]):
-        if state.server[e].done:
-            continue
-        for i in range(num_known[e]):
-            rows = known[e, i, ROWS]
-            correct = 0
-            for count in range(MAX_NUM_STEPS + 1):
-                correct += count * known[e, i, HISTOGRAM + count]
-            s = slot_of[e, min(rows, top)]
-            update_slot(settings[s], steps[s], num_candidates[s], slots[e, s], rows, correct)
-        s = slot_of[e, min(max(state.server[e].num_running, 1), top)]
-        actions[e] = tier_of[steps[s, np.int64(slots[e, s, AT])]]
+        if not state.server[e].done:
+            actions[e] = ladder_tier(state, e, memory)
+
+
+@kernel
+def run_ladder(state, costs, memory):
+    """Run every server to its end."""
+    for e in range(memory.slots.shape[0]):
+        while not state.server[e].done:
+            step_server(state, costs, e, ladder_tier(state, e, memory))
 
 
 class SlotTable:
@@ -194,17 +236,8 @@ def fitted_slots(slots: Sequence[Slot], num_steps: Sequence[int]) -> tuple[Slot,
     return tuple(fitted)
 
 
-@dataclass
-class _Memory:
-    table: SlotTable
-    slot_of: NDArray[np.int64]
-    tier_of: NDArray[np.int64]
-    slots: NDArray[np.float64]
-    feedback: Feedback
-
-
 @dataclass(frozen=True)
-class Ladder(Stepwise):
+class Ladder(Compiled):
     """The ladder with a configuration.
 
     Attributes:
@@ -214,6 +247,8 @@ class Ladder(Stepwise):
 
     slots: tuple[Slot, ...] = DEFAULT_LADDER
     name: str = "sglang ladder"
+    choose_kernel = choose_ladder
+    run_kernel = run_ladder
 
     def start(self, simulator: Simulator) -> Any:
         """Return slots in their first state on all servers."""
@@ -228,29 +263,14 @@ class Ladder(Stepwise):
         tier_of = np.zeros(MAX_NUM_STEPS + 1, np.int64)
         for tier, depth in enumerate(num_steps):
             tier_of[depth] = tier
-        return _Memory(
-            table,
-            np.stack([rows[id(cell.deployment)] for cell in simulator.cells]),
-            tier_of,
-            np.tile(table.first, (simulator.num_servers, 1, 1)),
-            Feedback(simulator.num_servers),
-        )
-
-    def choose(self, simulator: Simulator, memory: Any, actions: NDArray[np.int64]) -> None:
-        """Fill the tiers of the next round."""
-        memory.feedback.update(simulator)
-        table = memory.table
-        feed_and_choose(
-            simulator.state,
+        return Memory(
             table.settings,
             table.steps,
             table.num_candidates,
-            memory.slot_of,
-            memory.tier_of,
-            memory.slots,
-            memory.feedback.known,
-            memory.feedback.num_known,
-            actions,
+            np.stack([rows[id(cell.deployment)] for cell in simulator.cells]),
+            tier_of,
+            np.tile(table.first, (simulator.num_servers, 1, 1)),
+            new_feedback(simulator.num_servers),
         )
 
 

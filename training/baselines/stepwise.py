@@ -42,3 +42,22 @@ class Stepwise:
         while not simulator.done.all():
             self.choose(simulator, memory, actions)
             simulator.step(actions)
+
+
+class Compiled(Stepwise):
+    """A stepwise controller whose choice is a kernel, which can run whole episodes.
+
+    ``choose_kernel(state, costs, memory, actions)`` chooses once, ``run_kernel(state, costs,
+    memory)`` runs every server to its end; what ``start`` returns is a named tuple of arrays.
+    """
+
+    choose_kernel: Any = None
+    run_kernel: Any = None
+
+    def choose(self, simulator: Simulator, memory: Any, actions: NDArray[np.int64]) -> None:
+        """Fill the tiers of the next round."""
+        type(self).choose_kernel(simulator.state, simulator.costs, memory, actions)
+
+    def run(self, simulator: Simulator) -> None:
+        """Run all servers until they are done."""
+        type(self).run_kernel(simulator.state, simulator.costs, self.start(simulator))
