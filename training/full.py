@@ -136,8 +136,7 @@ def run_cells(
                 "objective": _numbers(outcome.objective[index], 8),
                 "slo_goodput_by_seed": _numbers(outcome.metrics["slo_goodput_rps"][index]),
                 **{
-                    metric: _numbers(outcome.metrics[metric][index].mean())[0]
-                    for metric in METRICS
+                    metric: _numbers(outcome.metrics[metric][index].mean())[0] for metric in METRICS
                 },
                 "tier_share": _numbers(outcome.tier_share[index], 4),
             }

@@ -173,9 +173,7 @@ def deployment_of(calibration: Calibration, tiers: Sequence[str] = ()) -> Deploy
         tiers: Depths to choose from; empty for all that are measured.
     """
     depths = [
-        name
-        for name in calibration.tier_names
-        if name.isdecimal() and (not tiers or name in tiers)
+        name for name in calibration.tier_names if name.isdecimal() and (not tiers or name in tiers)
     ]
     if not depths:
         raise ConfigError(
@@ -191,9 +189,7 @@ def deployment_of(calibration: Calibration, tiers: Sequence[str] = ()) -> Deploy
 def clients(deployment: Deployment) -> list[tuple[str, int]]:
     """Return the band and the number of clients of every closed loop."""
     limit = deployment.max_running_requests
-    return [
-        (band, max(round(share * limit), 1)) for band, pair in BANDS.items() for share in pair
-    ]
+    return [(band, max(round(share * limit), 1)) for band, pair in BANDS.items() for share in pair]
 
 
 def native_of(deployment: Deployment) -> Deployment:
@@ -224,7 +220,12 @@ def closed_cell(
 
 
 def open_cell(
-    deployment: Deployment, arrivals: str, lengths: str, share: float, scenario: Scenario, count: int
+    deployment: Deployment,
+    arrivals: str,
+    lengths: str,
+    share: float,
+    scenario: Scenario,
+    count: int,
 ) -> Cell:
     """Return an open loop at a share of the native server's capacity."""
     rate = share * capacity_rps(native_of(deployment), *named_lengths(lengths))

@@ -9,8 +9,8 @@ it is above its own depth less a half. From depth 0 the next evaluation always g
 
 Depths that the server has no tier for are left out of the slots; a slot left empty takes the
 nearest depth. The average counts rows of finished requests too, and a result is known one decision
-late under the overlap schedule, as in SGLang. Depth 0 runs as the server's own kind of off, which is
-cheaper than SGLang's zero-step tier with its draft extension.
+late under the overlap schedule, as in SGLang. Depth 0 runs as the server's own kind of off, which
+is cheaper than SGLang's zero-step tier with its draft extension.
 """
 
 import math

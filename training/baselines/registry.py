@@ -1,7 +1,7 @@
 """All baselines by name: one table, and how a user adds another.
 
-A maker takes a :class:`training.baselines.task.Task`, tunes on it if there is something to tune, and
-returns a controller. Clairvoyant references (oracle, bound) and the best fixed choice known in
+A maker takes a :class:`training.baselines.task.Task`, tunes on it if there is something to tune,
+and returns a controller. Clairvoyant references (oracle, bound) and the best fixed choice known in
 hindsight are not in the table: nobody can run them.
 """
 
