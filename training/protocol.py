@@ -12,8 +12,8 @@ on each calibration's tuning part, as its operator would. Nothing above changes 
 test results.
 
 Loads. With ``M`` running requests at most, closed loops have two numbers of clients in each band:
-light (``M/256`` and ``M/32``), crossover (``M/8`` and ``3M/8``), saturated (``M`` and ``3M/2``, where
-a third waits). Open loads run at 0.7, 0.9 and 1.1 of the capacity of the server without
+light (``M/256`` and ``M/32``), crossover (``M/8`` and ``3M/8``), saturated (``M`` and ``3M/2``,
+where a third waits). Open loads run at 0.7, 0.9 and 1.1 of the capacity of the server without
 speculation. Periods of acceptance are in rounds of that server at the cell's load, so that fast and
 slow systems see alike many changes.
 """

@@ -3,8 +3,8 @@
 Loss is what ``env/ideal.py`` counts: seconds of a round beyond what the best tier with a warm draft
 would have needed for the same expected tokens. A controller has caught up when the loss of ten
 rounds in a row is within 2% of their time of what the oracle loses in that phase. Excess regret is
-the loss over the next 500 rounds beyond the oracle's share of the same time, in rounds of the server
-without speculation.
+the loss over the next 500 rounds beyond the oracle's share of the same time, in rounds of the
+server without speculation.
 """
 
 from collections.abc import Sequence

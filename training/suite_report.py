@@ -8,7 +8,6 @@ import numpy as np
 
 from training.suite_plots import plot_cells, plot_maps, plot_regret, plot_time_line
 from training.targets import (
-    BOUND,
     POLICY,
     THRESHOLD,
     Target,
@@ -17,6 +16,7 @@ from training.targets import (
     judge,
     mean_difference,
     mean_objective,
+    share_of_bound,
     share_of_oracle,
 )
 
@@ -50,7 +50,7 @@ def controller_table(system: Mapping[str, Any]) -> Table:
                 f"{np.mean([share_of_oracle(c, name) for c in cells]):.4f}",
                 f"{min(share_of_oracle(c, name) for c in cells):.3f}",
                 f"{np.mean([share_of_oracle(c, name, True) for c in cells]):.4f}",
-                f"{np.mean([mean_objective(c, name) / mean_objective(c, BOUND) for c in cells]):.4f}",
+                f"{share_of_bound(cells, name):.4f}",
                 f"{goodput:.2f}",
                 f"{time_s:.2f} / {late_s:.2f}",
                 f"{np.mean([i['switches_per_min'] for i in items]):.0f}",
@@ -181,10 +181,10 @@ def cell_table(system: Mapping[str, Any]) -> Table:
 
 INTRODUCTION = (
     "Simulated servers; paired seeds. The policy is run zero-shot, every baseline is tuned on each "
-    "system's own tuning part. The oracle counts as at least as good as the best controller in each "
-    "cell; the server started without speculation has a cheaper prefill than any governed one, so it "
-    "can beat the oracle: 'governed' leaves it out. Parts and targets: training/protocol.py, "
-    "training/targets.py."
+    "system's own tuning part. The oracle counts as at least as good as the best controller in "
+    "each cell; the server started without speculation has a cheaper prefill than any governed "
+    "one, so it can beat the oracle: 'governed' leaves it out. Parts and targets: "
+    "training/protocol.py, training/targets.py."
 )
 
 
@@ -204,8 +204,8 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, Table]]:
 
 def _title(report: Mapping[str, Any]) -> str:
     return (
-        f"Suite {report['suite']}: policy {report['checkpoint'][:12]}, {report['num_seeds']} seeds a "
-        "cell"
+        f"Suite {report['suite']}: policy {report['checkpoint'][:12]}, "
+        f"{report['num_seeds']} seeds a cell"
     )
 
 

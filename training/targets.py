@@ -1,8 +1,8 @@
 """The targets of the project, each with what a run of the protocol found.
 
-Differences are paired: a cell's value is the mean over its seeds of the log ratio of two controllers
-on the same requests, acceptance and noise. "Not behind" allows what luck explains: the difference
-plus half its 95% interval must reach zero.
+Differences are paired: a cell's value is the mean over its seeds of the log ratio of two
+controllers on the same requests, acceptance and noise. "Not behind" allows what luck explains: the
+difference plus half its 95% interval must reach zero.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,6 +89,11 @@ def share_of_oracle(cell: Cell, name: str = POLICY, governed: bool = False) -> f
     return mean_objective(cell, name) / best_of(cell, names)
 
 
+def share_of_bound(cells: Sequence[Cell], name: str = POLICY) -> float:
+    """Return the mean share of the bound over cells."""
+    return float(np.mean([mean_objective(c, name) / mean_objective(c, BOUND) for c in cells]))
+
+
 def _percent(value: float) -> str:
     return f"{100 * value:+.2f}%"
 
@@ -111,7 +116,7 @@ def shares(system: System) -> list[Target]:
         rows.append(
             Target(f"{what}, worst cell >= 0.94", name, f"{worst:.4f}", worst >= 0.94, where)
         )
-    bound = np.mean([mean_objective(c, POLICY) / mean_objective(c, BOUND) for c in cells])
+    bound = share_of_bound(cells)
     rows.append(Target("share of the bound (printed beside it)", name, f"{bound:.4f}", None))
     return rows
 

@@ -80,6 +80,27 @@ DEFAULT_LADDER = (
 
 
 @kernel
+def moved(settings, steps, num_candidates, at, average):
+    """Return the index that a drafting slot moves to: down as far as it must, else up as it may."""
+    to = at
+    while to > 0:
+        below = steps[to - 1]
+        threshold = (0.5 if below == 0 else below - 0.5) + settings[DOWN]
+        if average > threshold:
+            break
+        to -= 1
+    if to == at:
+        while to < num_candidates - 1 and average > steps[to] - 0.5 + settings[UP]:
+            to += 1
+    if settings[CEILING] > 0:
+        ceiling = max(1, math.ceil(average * settings[CEILING]))
+        if steps[to] <= steps[at]:
+            while to > 0 and steps[to] > ceiling:
+                to -= 1
+    return to
+
+
+@kernel
 def update_slot(settings, steps, num_candidates, slot, rows, correct):
     """Take in the result of a round; step the slot if an evaluation is due.
 
@@ -98,31 +119,15 @@ def update_slot(settings, steps, num_candidates, slot, rows, correct):
         # One product and one sum each, in this order: bit for bit what Python computes.
         slot[AVERAGE] = (1 - settings[ALPHA]) * slot[AVERAGE] + settings[ALPHA] * (correct / rows)
     slot[COUNT] += 1
-    if slot[COUNT] <= settings[WARMUP]:
+    late = slot[COUNT] - settings[WARMUP]
+    if late <= 0 or late % settings[INTERVAL] != 0:
         return
-    if (slot[COUNT] - settings[WARMUP]) % settings[INTERVAL] != 0:
+    if steps[at] > 0:
+        slot[AT] = moved(settings, steps, num_candidates, at, slot[AVERAGE])
         return
-    if steps[at] == 0:
-        to = min(at + 1, num_candidates - 1)
-        if steps[to] > 0 and slot[AVERAGE] < 0:
-            slot[AVERAGE] = steps[to] - 1
-        slot[AT] = to
-        return
-    to = at
-    while to > 0:
-        below = steps[to - 1]
-        threshold = (0.5 if below == 0 else below - 0.5) + settings[DOWN]
-        if slot[AVERAGE] > threshold:
-            break
-        to -= 1
-    if to == at:
-        while to < num_candidates - 1 and slot[AVERAGE] > steps[to] - 0.5 + settings[UP]:
-            to += 1
-    if settings[CEILING] > 0:
-        ceiling = max(1, math.ceil(slot[AVERAGE] * settings[CEILING]))
-        if steps[to] > ceiling and steps[to] <= steps[at]:
-            while to > 0 and steps[to] > ceiling:
-                to -= 1
+    to = min(at + 1, num_candidates - 1)
+    if steps[to] > 0 and slot[AVERAGE] < 0:
+        slot[AVERAGE] = steps[to] - 1
     slot[AT] = to
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from controller.errors import ConfigError
 from env.deployment import Deployment
 from env.simulator import Cell
 from training.controllers import Controller
@@ -52,5 +53,5 @@ class Task:
             if best is None or score > best_score:
                 best, best_score = candidate, score
         if best is None:
-            raise ValueError("expected at least one candidate to tune, got none")
+            raise ConfigError("tuning: expected at least one candidate, got none")
         return best
