@@ -18,6 +18,13 @@ the capacities that fit every decode line are 693,316 to 697,039 (the server wit
 KIMI_NOTES := "Assumed: 3 draft steps, accept length 2.88 (InferenceX golden value of Kimi K2.5 \
 EAGLE-3 at 3 steps, measured on other hardware), 48 running requests with speculation (SGLang's \
 default)."
+DEPTHS_NOTES := "Assumed: independent acceptance of 0.7 a draft token, which sets the level of the \
+costs; 64 running requests with speculation."
+SHARE_WHY := "assumed: 594.7 tok/s at depth 1 with accept length 1.85 against 447.2 without \
+speculation, GLM-4.7-FP8 in training/data/tables/sglang_pr23336_glm-4.7-fp8_accept_len.csv"
+FLASH_NOTES := "Assumed: 3 draft steps, accept length 2.095 (the source prints an acceptance of \
+36.5%, read as correct over proposed drafts), 64 running requests with speculation. Two batch \
+sizes only: 8 and 64."
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-engine lint check calibrations validate clean distclean
@@ -54,6 +61,22 @@ calibrations: $(VENV)/.train ## make the shipped calibrations again
 	    training/data/tables/kimi_k2.5_8gpu_throughput.csv \
 	    -o checkpoints/calibrations/kimi-k2.5-8gpu-table.json \
 	    --num-steps 3 --accept-len 2.88 --costs-only --notes $(KIMI_NOTES)
+
+	$(BIN)/python -m training.calibrate training/data/tables/sglang_pr22246_qwen3-235b.csv \
+	    -o checkpoints/calibrations/qwen3-235b-table.json \
+	    --speculative-max-running-requests 64 --costs-only --notes $(DEPTHS_NOTES)
+	$(BIN)/python -m training.complete checkpoints/calibrations/qwen3-235b-table.json \
+	    -o checkpoints/calibrations/qwen3-235b-table.json --native-share 0.719 --why $(SHARE_WHY)
+	$(BIN)/python -m training.calibrate training/data/tables/sglang_pr22246_glm-4.7-fp8.csv \
+	    -o checkpoints/calibrations/glm-4.7-fp8-table.json \
+	    --speculative-max-running-requests 64 --costs-only --notes $(DEPTHS_NOTES)
+	$(BIN)/python -m training.complete checkpoints/calibrations/glm-4.7-fp8-table.json \
+	    -o checkpoints/calibrations/glm-4.7-fp8-table.json --native-share 0.719 --why $(SHARE_WHY)
+	$(BIN)/python -m training.calibrate \
+	    training/data/tables/vllm_recipes_pr923_qwen3.8-flash-next.csv \
+	    -o checkpoints/calibrations/qwen3.8-flash-next-table.json \
+	    --num-steps 3 --accept-len 2.095 --speculative-max-running-requests 64 --costs-only \
+	    --notes $(FLASH_NOTES)
 
 validate: $(VENV)/.train ## show how far the simulator can be believed; fails if a bound is missed
 	$(BIN)/python -m training.validate -o checkpoints/validation.json

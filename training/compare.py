@@ -4,11 +4,15 @@ Every controller meets the same requests, acceptance and noise (paired seeds). T
 tuned as an operator would set it: one threshold and one depth for all workloads together, every
 pair tried on tuning seeds, the best kept. The oracle and the bound know what no controller can
 (``env/oracle.py``); they are references, not rivals.
+
+``--suite full`` runs the protocol of ``training/protocol.py`` instead: every baseline of
+``training/baselines`` on every system, with a report as JSON, Markdown and HTML.
 """
 
 import training.process  # noqa: F401, I001  (first: it sets up threads before they start)
 
-import math
+import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -41,7 +44,12 @@ from training.controllers import (
     threshold_grid,
 )
 from training.evaluation import METRICS, Outcome, evaluate, tune_threshold
+from training.full import run_protocol
+from training.protocol import SIZES
+from training.statistics import half_width
 from training.suite import default_cells
+from training.suite_report import html_report, markdown, target_table
+from training.targets import Target, judge
 
 DEFAULT_CHECKPOINT = Path("checkpoints/trained")
 TUNING_SEEDS = tuple(range(800_001, 800_005))
@@ -50,18 +58,6 @@ THRESHOLD = "tuned threshold"
 POLICY = "policy"
 ORACLE = "oracle"
 BOUND = "bound"
-# Two-sided 95% quantiles of Student's t by degrees of freedom; beyond, the normal's will do.
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
-T_95 |= {11: 2.20, 12: 2.18, 13: 2.16, 14: 2.14, 15: 2.13, 19: 2.09, 23: 2.07, 31: 2.04}
-
-
-def half_width(samples: NDArray[np.float64]) -> float:
-    """Return half the 95% interval of the mean of independent samples (Student's t)."""
-    count = len(samples)
-    if count < 2:
-        return math.nan
-    freedom = max((f for f in T_95 if f <= count - 1), default=1)
-    return T_95[freedom] * float(samples.std(ddof=1)) / math.sqrt(count)
 
 
 def run_all(
@@ -250,18 +246,81 @@ def compare(
     }
 
 
+def run_suite(options: argparse.Namespace) -> int:
+    """Run the full or the smoke suite; write JSON, Markdown and HTML beside each other."""
+    fixed = ("calibration", "tiers", "max_running_requests", "seeds")
+    if any(getattr(options, name) is not None for name in fixed):
+        raise ConfigError(
+            f"--suite {options.suite} fixes calibrations, tiers, largest batch and seeds; leave "
+            "--calibration, --tiers, --max-running-requests and --seeds out"
+        )
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: expected at least 1")
+    beside = options.checkpoint.resolve()
+    output = options.output or beside.with_name(f"{beside.name}.{options.suite}.json")
+    check_output(
+        output, [], lambda value: isinstance(value, dict) and {"suite", "systems"} <= set(value)
+    )
+    load_checkpoint(options.checkpoint)
+    console = Console(stderr=True)
+    report = run_protocol(
+        options.checkpoint,
+        options.suite,
+        options.controller,
+        options.jobs,
+        lambda name: console.print(f"{name}: done", highlight=False),
+    )
+    write_atomically(output, json.dumps(report, allow_nan=False) + "\n")
+    write_atomically(output.with_suffix(".md"), markdown(report))
+    write_atomically(output.with_suffix(".html"), html_report(report))
+    print_targets(judge(report), Console(width=max(Console().width, 170)))
+    print(f"written to {output}, {output.with_suffix('.md')} and {output.with_suffix('.html')}")
+    return 0
+
+
+def print_targets(targets: Sequence[Target], console: Console) -> None:
+    """Print every target with its value."""
+    header, rows = target_table(targets)
+    table = Table(title="Targets")
+    for name in header:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = OneLineParser(prog="python -m training.compare", description=__doc__)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=DEFAULT_CHECKPOINT)
+    parser.add_argument(
+        "--suite",
+        choices=("default", *SIZES),
+        default="default",
+        help="default: README's table; full: every baseline on every system, about 20 minutes; "
+        "smoke: a small part of it, about a minute",
+    )
+    parser.add_argument(
+        "--controller",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="compare with a controller of your own too (suites full and smoke); the function "
+        "takes a training.baselines.task.Task",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes of suites full and smoke")
     parser.add_argument("--calibration", type=Path, help="compare on another system")
     parser.add_argument("--tiers", help="tier list, such as off,3; default: the checkpoint's")
-    parser.add_argument("--max-running-requests", type=int, default=256)
-    parser.add_argument("--seeds", type=int, default=8, help="episodes of each cell")
+    parser.add_argument("--max-running-requests", type=int, help="largest batch; default: 256")
+    parser.add_argument("--seeds", type=int, help="episodes of each cell; default: 8")
     parser.add_argument("--all", action="store_true", help="show every controller in every cell")
     parser.add_argument("-o", "--output", type=Path, help="JSON file; default: beside CHECKPOINT")
     options = parser.parse_args(arguments)
     try:
+        if options.suite != "default":
+            return run_suite(options)
+        if options.controller:
+            raise ConfigError("--controller: expected --suite full or smoke with it")
         if options.output is None and (options.calibration or options.tiers is not None):
             raise ConfigError("--calibration and --tiers: name the report's file with --output")
         beside = options.checkpoint.resolve()
@@ -276,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load_checkpoint(options.checkpoint),
             calibration,
             options.tiers,
-            options.max_running_requests,
-            options.seeds,
+            256 if options.max_running_requests is None else options.max_running_requests,
+            8 if options.seeds is None else options.seeds,
             progress=True,
         )
         write_atomically(output, canonical_text(report))

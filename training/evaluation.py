@@ -13,12 +13,18 @@ METRICS = (
     "throughput_tok_s",
     "time_in_system_mean_s",
     "time_in_system_p99_s",
+    "ttft_mean_s",
     "ttft_p50_s",
     "ttft_p99_s",
+    "tpot_mean_s",
     "tpot_p50_s",
     "tpot_p99_s",
+    "slo_goodput_rps",
     "switches_per_min",
 )
+SLO_TTFT_S = 2.0
+SLO_TPOT_S = 0.05
+"""Time to first token and time per output token of a request that counts in the goodput."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ def measure(simulator: Simulator, num_cells: int, num_seeds: int) -> Outcome:
             tpot = (requests["finish_s"] - requests["first_token_s"]) / gaps
             values["time_in_system_mean_s"][e] = in_system.mean()
             values["time_in_system_p99_s"][e] = np.quantile(in_system, 0.99)
+            values["ttft_mean_s"][e], values["tpot_mean_s"][e] = ttft.mean(), tpot.mean()
+            met = np.count_nonzero((ttft <= SLO_TTFT_S) & (tpot <= SLO_TPOT_S))
+            values["slo_goodput_rps"][e] = met / server.now_s
             values["ttft_p50_s"][e], values["ttft_p99_s"][e] = np.quantile(ttft, (0.5, 0.99))
             values["tpot_p50_s"][e], values["tpot_p99_s"][e] = np.quantile(tpot, (0.5, 0.99))
         closed = simulator.cells[e].workload.is_closed
