@@ -1,5 +1,6 @@
 """What ``python -m training.validate`` measures, on shipped data and on data of known truth."""
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -267,6 +268,7 @@ def test_a_missed_bound_exits_with_1(
     # A figure that was not measured is null, and misses its bound.
     checks = {item["name"]: item for item in json.loads(output.read_text())["checks"]}
     assert checks["log throughput against the run's own trace, worst error"]["value"] is None
+    assert checks["step time of other runs, quiet cells, p95 error"]["value"] is None
     assert not any(item["passed"] for name, item in checks.items() if "wrongly" not in name)
 
 
@@ -313,4 +315,25 @@ def test_another_run_is_predicted_and_a_slower_one_is_told() -> None:
     checks = check_other_runs(judge_other_runs(calibration, slower))
     assert not any(check.passed for check in checks)
     assert checks[0].value == pytest.approx(1 - 1 / 1.2, abs=0.03)
-    assert check_other_runs([]) == ()
+
+
+def test_no_other_run_misses_its_bounds() -> None:
+    checks = check_other_runs([])
+    assert [np.isnan(check.value) for check in checks] == [True, True]
+    assert not any(check.passed for check in checks)
+    calibration = Calibration.load(CALIBRATION)
+    names = {check.name for check in validate.Validation(calibration, (), (), (), (), ()).checks}
+    assert {check.name for check in checks} < names
+
+
+def test_other_runs_are_found_plain_and_zipped_but_once(tmp_path: Path) -> None:
+    known = validate.read_sources_of(Calibration.load(CALIBRATION), DATA / "traces")
+    names = [trace.path.name for trace in find_other_runs(DATA / "traces", known)]
+    for name in (*names, known[0].path.name):
+        data = gzip.decompress((DATA / "traces" / name).read_bytes())
+        (tmp_path / name.removesuffix(".gz")).write_bytes(data)
+    found = [trace.path.name for trace in find_other_runs(tmp_path, known)]
+    assert found == [name.removesuffix(".gz") for name in names]
+    shutil.copy(DATA / "traces" / names[0], tmp_path)
+    again = [trace.path.name for trace in find_other_runs(tmp_path, known)]
+    assert again == [names[0], *found[1:]]

@@ -26,6 +26,7 @@ from training.points import Point, fit_points
 from training.samples import LEVEL_GAP, collect
 from training.validation.bounds import LOG_WORST, Check
 from training.validation.measured import MeasuredCell, measure_cells
+from training.validation.traces import traces_by_stem
 
 PAIRS = "pairs.csv"
 
@@ -79,8 +80,7 @@ def find_pairs(data: Path) -> tuple[tuple[Path, Path], ...]:
         CalibrationError: If ``pairs.csv`` names a file that is not there.
     """
     logs = {path.name: path for path in sorted((data / "logs").glob("*.log*"))}
-    traces = {path.name: path for path in sorted((data / "traces").glob("*.jsonl*"))}
-    stems = {name.split(".jsonl")[0]: path for name, path in traces.items()}
+    stems = traces_by_stem(data / "traces")
     pairs = {
         path: stems[name.split(".log")[0]]
         for name, path in logs.items()
@@ -91,12 +91,13 @@ def find_pairs(data: Path) -> tuple[tuple[Path, Path], ...]:
         with open(listed, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 log, trace = row.get("log") or "", row.get("trace") or ""
-                if log not in logs or trace not in traces:
+                path = data / "traces" / trace
+                if log not in logs or path.name != trace or not path.is_file():
                     raise CalibrationError(
                         f"{listed}: expected names of files in logs/ and traces/, got {log!r} and "
                         f"{trace!r}; correct the line or add the file"
                     )
-                pairs[logs[log]] = traces[trace]
+                pairs[logs[log]] = path
     return tuple(sorted(pairs.items()))
 
 
