@@ -143,6 +143,63 @@ def test_logs_and_traces_pair_by_name_or_by_list(tmp_path: Path) -> None:
         find_pairs(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\xff\xfe\x00", "expected a CSV in UTF-8"),
+        (b'log,trace\n"a', "expected a CSV in UTF-8"),
+        (b"log,trace\n" + b"a" * 200_000, "expected a CSV in UTF-8"),
+        (b"", "columns log and trace"),
+        (b"log;trace\na.log;a.jsonl\n", "columns log and trace"),
+        (b"log,trace\na.log\n", "a log and a trace a line"),
+        (b"log,trace\na.log,a.jsonl,b\n", "a log and a trace a line"),
+        (b"log,trace\na.log,../traces/a.jsonl\n", "names of files"),
+        (b"log,trace\na.log,a\0.jsonl\n", "names of files"),
+    ],
+)
+def test_a_bad_list_of_pairs_is_one_line(tmp_path: Path, data: bytes, expected: str) -> None:
+    for name in ("logs/a.log", "traces/a.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    listed = tmp_path / "logs/pairs.csv"
+    listed.write_bytes(data)
+    with pytest.raises(CalibrationError, match=expected) as caught:
+        find_pairs(tmp_path)
+    assert str(listed) in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(listed))
+    listed.unlink()
+    listed.mkdir()
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        find_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [{}],
+        ["x"],
+        None,
+        5,
+        {"a": 1},
+        [{"name": "a", "sha256": 1}],
+        [{"name": 5, "sha256": "1"}],
+        [{"name": "../a", "sha256": "1"}],
+        [{"name": "a\0", "sha256": "1"}],
+    ],
+)
+def test_malformed_source_files_are_one_line(
+    tmp_path: Path, files: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = json.loads(CALIBRATION.read_text())
+    value["source"]["files"] = files
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(value))
+    assert validate.main(["--calibration", str(path), "--data", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "source.files" in err
+
+
 def decode_line(second: int, batch: int, tokens: int, rate: float) -> str:
     return (
         f"[2026-11-29 14:00:{second:02d}] Decode batch, #running-req: {batch}, #token: {tokens}, "
