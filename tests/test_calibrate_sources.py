@@ -466,6 +466,25 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.acceptance is not None and len(found.acceptance.depths) == 7
 
 
+def test_a_plot_destroys_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "in.png", tmp_path / "x.png"
+    shutil.copy(KIMI, source)
+    base = [source, "--num-steps", 3, "-o", output]
+    hard, soft = tmp_path / "hard.png", tmp_path / "soft.png"
+    hard.hardlink_to(source)
+    soft.symlink_to(output)
+    for path in (output, tmp_path / "." / "x.png", soft, source, hard):
+        assert "which it would replace" in run(capsys, *base, "--plot", path)
+    (tmp_path / "d.png").mkdir()
+    assert "got a folder" in run(capsys, *base, "--plot", tmp_path / "d.png")
+    other = tmp_path / "other.png"
+    other.write_text("kept")
+    assert "is something else" in run(capsys, *base, "--plot", other)
+    assert other.read_text() == "kept"
+    assert source.read_bytes() == KIMI.read_bytes()
+    assert not output.exists()
+
+
 def test_no_source_gives_no_calibration() -> None:
     with pytest.raises(CalibrationError, match="expected round times, got none"):
         calibrate(Sources(), "x")

@@ -1,5 +1,6 @@
 """Draw a calibration: measured points over fitted curves, and where speculation breaks even."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from controller.calibration import Calibration
 from controller.errors import ConfigError
 from controller.tiers import NATIVE
+from training.cli import check_apart
 from training.fitting import Fitted
 from training.report import break_even
 
@@ -16,6 +18,7 @@ MAX_POINTS = 2000
 CONTEXT_PER_REQUEST = 512
 """Context of the break-even curves, where the calibration has a context axis."""
 DPI = 120
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 def plot(fitted: Fitted, path: Path) -> None:
@@ -25,14 +28,14 @@ def plot(fitted: Fitted, path: Path) -> None:
     round less the fitted cost of its context, so that points at all contexts fall on one line.
 
     Raises:
-        ConfigError: If the name does not end in ``.png``, or the file cannot be written.
+        ConfigError: As :func:`check_plot`, or if the file cannot be written.
     """
     # Without a display, and slow to import: only when something is drawn.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    check_plot(path)
+    check_plot(path, ())
     calibration = fitted.calibration
     count = len(calibration.costs) + 1
     columns = min(count, 3)
@@ -65,16 +68,30 @@ def plot(fitted: Fitted, path: Path) -> None:
         raise ConfigError(f"--plot {path}: cannot be written ({error.strerror})") from error
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a plot that is no PNG or whose folder is missing.
+def check_plot(path: Path, others: Iterable[Path]) -> None:
+    """Refuse a plot that is no PNG, whose folder is missing, or that would destroy something.
+
+    Args:
+        path: File to draw.
+        others: Files that the command reads or writes otherwise.
 
     Raises:
         ConfigError: Saying what is in the way.
     """
-    if path.suffix.lower() != ".png" or path.is_dir():
+    check_apart(path, others, f"--plot {path}")
+    if path.is_dir():
+        raise ConfigError(f"--plot {path}: expected a file, got a folder; give a file")
+    if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path}: expected a file name that ends in .png")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"--plot {path}: its folder does not exist; make it first")
+    if path.exists() and not _is_png(path):
+        raise ConfigError(f"--plot {path} exists and is something else; give another file")
+
+
+def _is_png(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(PNG_MAGIC)) == PNG_MAGIC
 
 
 def _measured(
