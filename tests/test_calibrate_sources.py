@@ -15,7 +15,9 @@ from tests.synthetic_log import write_log
 from tests.test_calibrate import HEADER, KIMI, ROOT, TRACES, run, synthetic
 from training.calibrate import main
 from training.fitting import calibrate
+from training.plot import MAX_SIZES, drawn_sizes
 from training.points import Point, check_units, fit_points, least_slope
+from training.report import break_even
 from training.sources import Sources, read_sources, source_kind
 from training.tables import Table, TableOptions, read_table
 
@@ -168,6 +170,8 @@ STEPS = {"num_steps": "Spec Steps"}
         (TEXT.replace("\n", ",accept_by_position\n") + "2,1,50,0.5\n", "2 falling chances"),
         (TEXT.replace("\n", ",context_tokens\n") + "off,1,50,-1\n", "column context_tokens"),
         (TEXT + "0,1,50\n", "--zero-steps"),
+        (TEXT + "off,1,50\noff,999999999999,9e11\n", "t.csv:3: expected at most 1000000 requests"),
+        (TEXT + "off,1,50\n3,3000000,9000\n", "t.csv:3: expected at most 1000000 requests"),
     ],
 )
 def test_figures_that_make_no_sense(tmp_path: Path, text: str, expected: str | None) -> None:
@@ -464,6 +468,34 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "preset kimik2.5_eagle3/thinking_on" in out
     found = Calibration.load(output)
     assert found.acceptance is not None and len(found.acceptance.depths) == 7
+
+
+def test_more_requests_than_any_server_holds_are_refused() -> None:
+    assert point(1_000_000, 1.0).batch_size == 1_000_000
+    with pytest.raises(CalibrationError, match="at most 1000000 requests at once"):
+        point(1_000_001, 1.0)
+
+
+def test_curves_are_drawn_at_few_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drawn_sizes(3, 9).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert len(drawn_sizes(1, MAX_SIZES)) == MAX_SIZES
+    sizes = drawn_sizes(7, 10**12)
+    assert 300 < len(sizes) <= MAX_SIZES
+    assert (sizes[0], sizes[-1]) == (7, 10**12)
+    assert np.all(np.diff(sizes) > 0)
+    calls = []
+
+    def counted(*args: object) -> float | None:
+        calls.append(args)
+        return break_even(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("training.plot.break_even", counted)
+    (tmp_path / "t.csv").write_text(TEXT + "off,1,50\noff,1000000,900000\n3,1,90\n3,1000000,1e6\n")
+    base = [tmp_path / "t.csv", "--speculative-max-running-requests", 10**6]
+    run(capsys, *base, "-o", tmp_path / "o.json", "--plot", tmp_path / "o.png", code=0)
+    assert 300 < len(calls) <= MAX_SIZES
 
 
 def test_a_plot_destroys_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

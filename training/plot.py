@@ -15,6 +15,8 @@ from training.report import break_even
 
 MAX_POINTS = 2000
 """Rounds drawn a tier; more only make the file larger."""
+MAX_SIZES = 500
+"""Batch sizes at which a curve is drawn; no eye tells more."""
 CONTEXT_PER_REQUEST = 512
 """Context of the break-even curves, where the calibration has a context axis."""
 DPI = 120
@@ -47,8 +49,7 @@ def plot(fitted: Fitted, path: Path) -> None:
         batch, step_s = _measured(fitted, cost.tier, cost.context_s_per_token)
         axis.plot(batch, 1e3 * step_s, ".", markersize=3, alpha=0.4, label="measured")
         low, high = cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]
-        inside = np.arange(low, high + 1)
-        outside = np.arange(high, 2 * high + 1)
+        inside, outside = drawn_sizes(low, high), drawn_sizes(high, 2 * high)
         for sizes, style, label in ((inside, "-", "fitted"), (outside, ":", "extrapolated")):
             line = [1e3 * cost.base_at(int(size)) for size in sizes]
             axis.plot(sizes, line, style, color="black", linewidth=1.2, label=label)
@@ -66,6 +67,19 @@ def plot(fitted: Fitted, path: Path) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})
     except OSError as error:
         raise ConfigError(f"--plot {path}: cannot be written ({error.strerror})") from error
+
+
+def drawn_sizes(low: int, high: int) -> np.ndarray:
+    """Return the batch sizes at which a curve is drawn: all, or ``MAX_SIZES`` evenly in the log.
+
+    Returns:
+        ``(n,)`` ascending integers from ``low`` to ``high``, both included.
+    """
+    if high - low < MAX_SIZES:
+        return np.arange(low, high + 1)
+    sizes = np.rint(np.geomspace(low, high, MAX_SIZES)).astype(np.int64)
+    sizes[0], sizes[-1] = low, high
+    return np.unique(sizes)
 
 
 def check_plot(path: Path, others: Iterable[Path]) -> None:
@@ -123,8 +137,8 @@ def _draw_break_even(axis: Any, calibration: Calibration) -> None:
         return
     for cost in speculative:
         context = CONTEXT_PER_REQUEST if cost.max_context_tokens else 0
-        sizes = range(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1] + 1)
+        sizes = drawn_sizes(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]).tolist()
         values = [break_even(calibration, cost.tier, size, size * context) for size in sizes]
-        axis.plot(list(sizes), values, linewidth=1.2, label=cost.tier)
+        axis.plot(sizes, values, linewidth=1.2, label=cost.tier)
     axis.axhline(1.0, color="gray", linewidth=0.8)
     axis.legend(fontsize="small", title="tier")

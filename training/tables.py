@@ -46,7 +46,7 @@ from training.options import (
     TableOptions,
     expected_accept_len,
 )
-from training.points import Point, check_step
+from training.points import Point, check_concurrency, check_step
 from training.textfile import TextFile
 
 __all__ = [
@@ -270,6 +270,7 @@ class _Rows:
         if not row["concurrency"]:
             return "without a concurrency"
         concurrency = _positive(where, "concurrency", row["concurrency"])
+        check_concurrency(where, concurrency)
         if concurrency != int(concurrency):
             raise CalibrationError(
                 f"{where}: column concurrency: expected an integer, got {concurrency}; check that "
