@@ -170,6 +170,9 @@ STEPS = {"num_steps": "Spec Steps"}
         (TEXT.replace("\n", ",accept_by_position\n") + "2,1,50,0.5\n", "2 falling chances"),
         (TEXT.replace("\n", ",context_tokens\n") + "off,1,50,-1\n", "column context_tokens"),
         (TEXT + "0,1,50\n", "--zero-steps"),
+        (TEXT + "off,1,50\noff,64,4,772\n", "t.csv:3: expected 3 fields .* got 4"),
+        (TEXT + "off,1,50,\n", "t.csv:2: expected 3 fields"),
+        (TEXT + 'off,1,50\noff,64,"4,772"\n', "t.csv:3: column throughput_tok_s"),
         (TEXT + "off,1,50\noff,999999999999,9e11\n", "t.csv:3: expected at most 1000000 requests"),
         (TEXT + "off,1,50\n3,3000000,9000\n", "t.csv:3: expected at most 1000000 requests"),
     ],
@@ -460,6 +463,9 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "name of a source" in run(capsys, *base, "--num-steps", "k3.log=3")
     told = ("--num-steps", f"{NATIVE_LOG.name}=3")
     assert "have no accept len" in run(capsys, *base, *told)
+    unknown = run(capsys, *base, "--column", "foo=bar")
+    assert "--column foo=bar" in unknown
+    assert "num_steps, concurrency, throughput_tok_s" in unknown
     assert "kimik2.5_eagle3/thinking_on" in run(capsys, *base, "--acceptance", "kimi")
     assert "ends in .png" in run(capsys, *base, "--plot", tmp_path / "a.pdf")
     assert "folder does not exist" in run(capsys, *base, "--plot", tmp_path / "no/a.png")

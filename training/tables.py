@@ -106,6 +106,12 @@ def read_table(path: Path, options: TableOptions | None = None) -> Table:
         count = 0
         for row in rows:
             count += 1
+            if None in row:
+                raise CalibrationError(
+                    f"{path}:{rows.line_num}: expected {len(rows.fieldnames or ())} fields as in "
+                    f"the first line, got {len(row[None]) + len(row) - 1}; quote a field that has "
+                    "a comma, and write numbers without one"
+                )
             named = {name: (row.get(column) or "").strip() for name, column in mapping.items()}
             if reader.selects(row):
                 reader.take(f"{path}:{rows.line_num}", named)
