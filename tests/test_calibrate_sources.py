@@ -429,11 +429,15 @@ def test_bad_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     junk.write_bytes(bytes(range(1, 256)) * 50)
     broken.write_bytes(b"\x1f\x8b" + b"nonsense" * 20)
     (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "cut.gz").write_bytes(TRACES[0].read_bytes()[:30])
+    (tmp_path / "magic.gz").write_bytes(b"\x1f\x8b")
     for path, expected in (
         (tmp_path, "cannot be read"),
         (tmp_path / "absent", "cannot be read"),
         (empty, "empty file"),
         (tmp_path / "empty.gz", "empty file"),
+        (tmp_path / "cut.gz", "truncated"),
+        (tmp_path / "magic.gz", "truncated"),
         (junk, "expected a CSV"),
         (broken, "damaged data"),
         (DATA / "logs/sglang_pr_13023_2025-11_nospec_graph_flip.log", "where the batch size"),

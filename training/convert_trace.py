@@ -44,7 +44,9 @@ def read_bare_rows(path: Path) -> Iterator[TraceRow]:
         except TraceError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     if not number:
-        raise TraceError(f"{path}: expected rows, got an empty file; record again")
+        raise TraceError(
+            f"{path}: expected rows, got no whole line (empty or truncated); record again"
+        )
 
 
 def convert(source: Path, target: Path, **header: Any) -> int:
