@@ -88,7 +88,7 @@ def test_the_guard_overrules_a_policy_that_sticks_to_the_worst_tier(tmp_path):
     plugin = write_plugin(tmp_path / "plugin", STUCK_ON_THE_WORST)
     with start_engine(env=env, plugins=[plugin], tp_size=2) as engine:
         rounds = check_ranks_agree(
-            engine, decisions, lambda engine: engine.generate(prompts(3), 1900)
+            engine, decisions, lambda engine: engine.generate(prompts(3), 1500, limit_s=300)
         )
         log = engine.log()
     # The guard's order is for this batch size; requests end one after the other.
