@@ -17,10 +17,10 @@ from tests.synthetic_log import write_log
 from tests.test_calibrate import HEADER, KIMI, ROOT, TRACES, run, synthetic
 from training.calibrate import main
 from training.fitting import calibrate
-from training.plot import _contexts, plot
+from training.plot import MAX_SIZES, _contexts, drawn_sizes, plot
 from training.points import Point, check_units, fit_points, least_slope
 from training.ppo import TrainConfig, train
-from training.report import print_report
+from training.report import break_even, print_report
 from training.sources import Sources, read_sources, source_kind
 from training.tables import Table, TableOptions, read_table
 
@@ -173,6 +173,11 @@ STEPS = {"num_steps": "Spec Steps"}
         (TEXT.replace("\n", ",accept_by_position\n") + "2,1,50,0.5\n", "2 falling chances"),
         (TEXT.replace("\n", ",context_tokens\n") + "off,1,50,-1\n", "column context_tokens"),
         (TEXT + "0,1,50\n", "--zero-steps"),
+        (TEXT + "off,1,50\noff,64,4,772\n", "t.csv:3: expected 3 fields .* got 4"),
+        (TEXT + "off,1,50,\n", "t.csv:2: expected 3 fields"),
+        (TEXT + 'off,1,50\noff,64,"4,772"\n', "t.csv:3: column throughput_tok_s"),
+        (TEXT + "off,1,50\noff,999999999999,9e11\n", "t.csv:3: expected at most 1000000 requests"),
+        (TEXT + "off,1,50\n3,3000000,9000\n", "t.csv:3: expected at most 1000000 requests"),
     ],
 )
 def test_figures_that_make_no_sense(tmp_path: Path, text: str, expected: str | None) -> None:
@@ -428,11 +433,15 @@ def test_bad_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     junk.write_bytes(bytes(range(1, 256)) * 50)
     broken.write_bytes(b"\x1f\x8b" + b"nonsense" * 20)
     (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "cut.gz").write_bytes(TRACES[0].read_bytes()[:30])
+    (tmp_path / "magic.gz").write_bytes(b"\x1f\x8b")
     for path, expected in (
         (tmp_path, "cannot be read"),
         (tmp_path / "absent", "cannot be read"),
         (empty, "empty file"),
         (tmp_path / "empty.gz", "empty file"),
+        (tmp_path / "cut.gz", "truncated"),
+        (tmp_path / "magic.gz", "truncated"),
         (junk, "no step trace, server log, benchmark output or table: expected a CSV"),
         (broken, "damaged data"),
         (DATA / "logs/sglang_pr_13023_2025-11_nospec_graph_flip.log", "where the batch size"),
@@ -463,6 +472,9 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"expected the name of a source ({NATIVE_LOG.name})" in error
     told = ("--num-steps", f"{NATIVE_LOG.name}=3")
     assert "have no accept len" in run(capsys, *base, *told)
+    unknown = run(capsys, *base, "--column", "foo=bar")
+    assert "--column foo=bar" in unknown
+    assert "num_steps, concurrency, throughput_tok_s" in unknown
     assert "kimik2.5_eagle3/thinking_on" in run(capsys, *base, "--acceptance", "kimi")
     assert "ends in .png" in run(capsys, *base, "--plot", tmp_path / "a.pdf")
     assert "folder does not exist" in run(capsys, *base, "--plot", tmp_path / "no/a.png")
@@ -543,6 +555,53 @@ def test_fitted_curves_pass_the_context_of_each_batch_size() -> None:
     found = _contexts(batch, context, np.array([1, 2, 4, 8]))
     assert found[1].tolist() == pytest.approx([20.0, 2 * (20 + 130 / 3), 600.0, 1200.0])
     assert found[0, [0, 2]].tolist() == [10.0, 400.0] and found[2, [0, 2]].tolist() == [60.0, 800.0]
+
+
+def test_more_requests_than_any_server_holds_are_refused() -> None:
+    assert point(1_000_000, 1.0).batch_size == 1_000_000
+    with pytest.raises(CalibrationError, match="at most 1000000 requests at once"):
+        point(1_000_001, 1.0)
+
+
+def test_curves_are_drawn_at_few_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drawn_sizes(3, 9).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert len(drawn_sizes(1, MAX_SIZES)) == MAX_SIZES
+    sizes = drawn_sizes(7, 10**12)
+    assert 300 < len(sizes) <= MAX_SIZES
+    assert (sizes[0], sizes[-1]) == (7, 10**12)
+    assert np.all(np.diff(sizes) > 0)
+    calls = []
+
+    def counted(*args: object) -> float | None:
+        calls.append(args)
+        return break_even(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("training.plot.break_even", counted)
+    (tmp_path / "t.csv").write_text(TEXT + "off,1,50\noff,1000000,900000\n3,1,90\n3,1000000,1e6\n")
+    base = [tmp_path / "t.csv", "--speculative-max-running-requests", 10**6]
+    run(capsys, *base, "-o", tmp_path / "o.json", "--plot", tmp_path / "o.png", code=0)
+    assert 300 < len(calls) <= MAX_SIZES
+
+
+def test_a_plot_destroys_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "in.png", tmp_path / "x.png"
+    shutil.copy(KIMI, source)
+    base = [source, "--num-steps", 3, "-o", output]
+    hard, soft = tmp_path / "hard.png", tmp_path / "soft.png"
+    hard.hardlink_to(source)
+    soft.symlink_to(output)
+    for path in (output, tmp_path / "." / "x.png", soft, source, hard):
+        assert "which it would replace" in run(capsys, *base, "--plot", path)
+    (tmp_path / "d.png").mkdir()
+    assert "got a folder" in run(capsys, *base, "--plot", tmp_path / "d.png")
+    other = tmp_path / "other.png"
+    other.write_text("kept")
+    assert "is something else" in run(capsys, *base, "--plot", other)
+    assert other.read_text() == "kept"
+    assert source.read_bytes() == KIMI.read_bytes()
+    assert not output.exists()
 
 
 def test_no_source_gives_no_calibration() -> None:

@@ -91,6 +91,14 @@ def test_bad_flags_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not target.exists()
 
 
+def test_a_recording_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = recording(tmp_path, ROW)
+    before = source.read_bytes()
+    assert main([str(source), str(source), *FLAGS]) == 2
+    assert "which it would replace" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
 def test_error_without_header_points_to_the_converter(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=re.escape("python -m training.convert_trace")):
         read_trace(recording(tmp_path, ROW))

@@ -1,5 +1,6 @@
 """What ``python -m training.validate`` measures, on shipped data and on data of known truth."""
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -142,6 +143,63 @@ def test_logs_and_traces_pair_by_name_or_by_list(tmp_path: Path) -> None:
         find_pairs(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\xff\xfe\x00", "expected a CSV in UTF-8"),
+        (b'log,trace\n"a', "expected a CSV in UTF-8"),
+        (b"log,trace\n" + b"a" * 200_000, "expected a CSV in UTF-8"),
+        (b"", "columns log and trace"),
+        (b"log;trace\na.log;a.jsonl\n", "columns log and trace"),
+        (b"log,trace\na.log\n", "a log and a trace a line"),
+        (b"log,trace\na.log,a.jsonl,b\n", "a log and a trace a line"),
+        (b"log,trace\na.log,../traces/a.jsonl\n", "names of files"),
+        (b"log,trace\na.log,a\0.jsonl\n", "names of files"),
+    ],
+)
+def test_a_bad_list_of_pairs_is_one_line(tmp_path: Path, data: bytes, expected: str) -> None:
+    for name in ("logs/a.log", "traces/a.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    listed = tmp_path / "logs/pairs.csv"
+    listed.write_bytes(data)
+    with pytest.raises(CalibrationError, match=expected) as caught:
+        find_pairs(tmp_path)
+    assert str(listed) in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(listed))
+    listed.unlink()
+    listed.mkdir()
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        find_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [{}],
+        ["x"],
+        None,
+        5,
+        {"a": 1},
+        [{"name": "a", "sha256": 1}],
+        [{"name": 5, "sha256": "1"}],
+        [{"name": "../a", "sha256": "1"}],
+        [{"name": "a\0", "sha256": "1"}],
+    ],
+)
+def test_malformed_source_files_are_one_line(
+    tmp_path: Path, files: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = json.loads(CALIBRATION.read_text())
+    value["source"]["files"] = files
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(value))
+    assert validate.main(["--calibration", str(path), "--data", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "source.files" in err
+
+
 def decode_line(second: int, batch: int, tokens: int, rate: float) -> str:
     return (
         f"[2026-11-29 14:00:{second:02d}] Decode batch, #running-req: {batch}, #token: {tokens}, "
@@ -267,6 +325,7 @@ def test_a_missed_bound_exits_with_1(
     # A figure that was not measured is null, and misses its bound.
     checks = {item["name"]: item for item in json.loads(output.read_text())["checks"]}
     assert checks["log throughput against the run's own trace, worst error"]["value"] is None
+    assert checks["step time of other runs, quiet cells, p95 error"]["value"] is None
     assert not any(item["passed"] for name, item in checks.items() if "wrongly" not in name)
 
 
@@ -313,4 +372,25 @@ def test_another_run_is_predicted_and_a_slower_one_is_told() -> None:
     checks = check_other_runs(judge_other_runs(calibration, slower))
     assert not any(check.passed for check in checks)
     assert checks[0].value == pytest.approx(1 - 1 / 1.2, abs=0.03)
-    assert check_other_runs([]) == ()
+
+
+def test_no_other_run_misses_its_bounds() -> None:
+    checks = check_other_runs([])
+    assert [np.isnan(check.value) for check in checks] == [True, True]
+    assert not any(check.passed for check in checks)
+    calibration = Calibration.load(CALIBRATION)
+    names = {check.name for check in validate.Validation(calibration, (), (), (), (), ()).checks}
+    assert {check.name for check in checks} < names
+
+
+def test_other_runs_are_found_plain_and_zipped_but_once(tmp_path: Path) -> None:
+    known = validate.read_sources_of(Calibration.load(CALIBRATION), DATA / "traces")
+    names = [trace.path.name for trace in find_other_runs(DATA / "traces", known)]
+    for name in (*names, known[0].path.name):
+        data = gzip.decompress((DATA / "traces" / name).read_bytes())
+        (tmp_path / name.removesuffix(".gz")).write_bytes(data)
+    found = [trace.path.name for trace in find_other_runs(tmp_path, known)]
+    assert found == [name.removesuffix(".gz") for name in names]
+    shutil.copy(DATA / "traces" / names[0], tmp_path)
+    again = [trace.path.name for trace in find_other_runs(tmp_path, known)]
+    assert again == [names[0], *found[1:]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.errors import CalibrationError
 from controller.tiers import MAX_NUM_STEPS, NATIVE
-from training.points import Point, check_step
+from training.points import MAX_CONCURRENCY, Point, check_step
 
 SERVING = "bench_serving"
 ONE_BATCH = "bench_one_batch_server"
@@ -45,7 +45,7 @@ def _serving(
     else:
         # Every decoding request gives a token each TPOT.
         running = throughput * tpot_s
-    if not 0.0 < running < 1e6:
+    if not 0.0 < running <= MAX_CONCURRENCY:
         raise CalibrationError(
             f"{where}: expected requests in flight, got {running:.4g} from its latencies; check "
             "the units"

@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda value: isinstance(value, dict) and value.get("schema") == CALIBRATION_SCHEMA,
         )
         if args.plot:
-            check_plot(args.plot)
+            check_plot(args.plot, [*args.sources, args.output])
         preset = load_preset(args.acceptance) if args.acceptance else None
         with one_line_warnings():
             sources = read_sources(args.sources, options)

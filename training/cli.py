@@ -38,8 +38,7 @@ def check_output(
         raise ConfigError(f"output {str(output)!r} is a folder or nothing: give a file")
     if (output.resolve().parent / "policy.json").exists():
         raise ConfigError(f"output {output}: inside a checkpoint; give a file outside of it")
-    if any(path is not None and path.resolve() == output.resolve() for path in inputs):
-        raise ConfigError(f"output {output} is also an input; give another file")
+    check_apart(output, inputs, f"output {output}")
     if output.exists():
         try:
             known = schema(json.loads(output.read_text(encoding="utf-8")))
@@ -47,6 +46,25 @@ def check_output(
             known = False
         if not known:
             raise ConfigError(f"output {output} exists and is something else; give another file")
+
+
+def check_apart(output: Path, others: Iterable[Path | None], what: str) -> None:
+    """Refuse an output that is one of the command's other files, by whatever name or link.
+
+    Args:
+        output: File to write.
+        others: Files that the command reads or writes otherwise.
+        what: The output, as the message names it.
+
+    Raises:
+        ConfigError: Naming both.
+    """
+    for path in others:
+        if path is None:
+            continue
+        same = path.resolve() == output.resolve()
+        if same or (path.exists() and output.exists() and path.samefile(output)):
+            raise ConfigError(f"{what} is also {path}, which it would replace; give another file")
 
 
 def print_error(error: Exception) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from controller.errors import SpecGovernorError, TraceError
 from controller.trace import SCHEMA, TraceHeader, TraceRow, parse_line, read_lines, write_trace
-from training.cli import OneLineParser, print_error
+from training.cli import OneLineParser, check_apart, print_error
 
 OPTIONAL_FIELDS = ("new_tokens", "launch_host_s", "mean_correct_drafts")
 """Fields of a row that a recording may lack; they become null."""
@@ -44,7 +44,9 @@ def read_bare_rows(path: Path) -> Iterator[TraceRow]:
         except TraceError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     if not number:
-        raise TraceError(f"{path}: expected rows, got an empty file; record again")
+        raise TraceError(
+            f"{path}: expected rows, got no whole line (empty or truncated); record again"
+        )
 
 
 def convert(source: Path, target: Path, **header: Any) -> int:
@@ -55,7 +57,9 @@ def convert(source: Path, target: Path, **header: Any) -> int:
 
     Raises:
         TraceError: If a row or a header field breaks the schema; ``target`` is then left alone.
+        ConfigError: If ``target`` is ``source``.
     """
+    check_apart(target, [source], f"output {target}")
     rows = list(read_bare_rows(source))
     speculative = any(row.num_steps is not None for row in rows)
     if not speculative:

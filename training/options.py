@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controller.errors import CalibrationError
+from training.columns import ALIASES
+
 DEFAULT_NUM_STEPS = 3
 DEFAULT_ACCEPT_RATE = 0.7
 SPECULATIVE_MAX_RUNNING = 48
@@ -24,6 +27,9 @@ class TableOptions:
             go by ``config``.
         columns: Names of a table's columns by the names above.
         where: Pairs of a column and a text; only rows whose column contains it count.
+
+    Raises:
+        CalibrationError: If ``columns`` has a name that is none of ours.
     """
 
     num_steps: int | None = None
@@ -33,6 +39,14 @@ class TableOptions:
     zero_steps: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     where: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if name not in ALIASES:
+                raise CalibrationError(
+                    f"--column {name}={column}: expected NAME=COLUMN with one of the names "
+                    f"{', '.join(ALIASES)}, got {name!r:.60}"
+                )
 
     def depth(self, path: Path) -> int | None:
         """Return the depth that was told for a file."""

@@ -1,5 +1,6 @@
 """Draw a calibration: measured points over fitted curves, and where speculation breaks even."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,20 @@ import numpy as np
 
 from controller.calibration import Calibration
 from controller.errors import ConfigError
+from training.cli import check_apart
 from training.fitting import Fitted
 from training.report import break_even, off_tier
 
 MAX_POINTS = 2000
 """Rounds drawn a tier; more only make the file larger."""
+FEW_POINTS = 50
+"""Rounds below which none hides another, so that they are drawn opaque."""
+MAX_SIZES = 500
+"""Batch sizes at which a curve is drawn; no eye tells more."""
 CONTEXT_PER_REQUEST = 512
 """Context of the break-even curves, where the calibration has a context axis."""
 DPI = 120
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 def plot(fitted: Fitted, path: Path) -> None:
@@ -24,14 +31,14 @@ def plot(fitted: Fitted, path: Path) -> None:
     time at the median context of each batch size, and the band spans its fewest to most context.
 
     Raises:
-        ConfigError: If the name does not end in ``.png``, or the file cannot be written.
+        ConfigError: As :func:`check_plot`, or if the file cannot be written.
     """
     # Without a display, and slow to import: only when something is drawn.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    check_plot(path)
+    check_plot(path, ())
     calibration = fitted.calibration
     count = len(calibration.costs) + 1
     columns = min(count, 3)
@@ -41,12 +48,12 @@ def plot(fitted: Fitted, path: Path) -> None:
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, cost in zip(axes, calibration.costs, strict=False):
         batch, context, step_s = _measured(fitted, cost.tier)
-        axis.plot(batch, 1e3 * step_s, ".", markersize=6, alpha=0.35, label="measured")
+        alpha = 0.9 if len(batch) < FEW_POINTS else 0.35
+        axis.plot(batch, 1e3 * step_s, ".", markersize=6, alpha=alpha, label="measured")
         low, high = cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]
-        inside = np.arange(low, high + 1)
-        outside = np.arange(high, 2 * high + 1)
+        inside, outside = drawn_sizes(low, high), drawn_sizes(high, 2 * high)
         for sizes, style, label in (
-            (inside, "-", "fitted, median context"),
+            (inside, "-", "fitted, median context" if cost.max_context_tokens else "fitted"),
             (outside, ":", "extrapolated"),
         ):
             least, median, most = (
@@ -79,16 +86,43 @@ def plot(fitted: Fitted, path: Path) -> None:
         raise ConfigError(f"--plot {path}: cannot be written ({error.strerror})") from error
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a plot that is no PNG or whose folder is missing.
+def drawn_sizes(low: int, high: int) -> np.ndarray:
+    """Return the batch sizes at which a curve is drawn: all, or ``MAX_SIZES`` evenly in the log.
+
+    Returns:
+        ``(n,)`` ascending integers from ``low`` to ``high``, both included.
+    """
+    if high - low < MAX_SIZES:
+        return np.arange(low, high + 1)
+    sizes = np.rint(np.geomspace(low, high, MAX_SIZES)).astype(np.int64)
+    sizes[0], sizes[-1] = low, high
+    return np.unique(sizes)
+
+
+def check_plot(path: Path, others: Iterable[Path]) -> None:
+    """Refuse a plot that is no PNG, whose folder is missing, or that would destroy something.
+
+    Args:
+        path: File to draw.
+        others: Files that the command reads or writes otherwise.
 
     Raises:
         ConfigError: Saying what is in the way.
     """
-    if path.suffix.lower() != ".png" or path.is_dir():
+    check_apart(path, others, f"--plot {path}")
+    if path.is_dir():
+        raise ConfigError(f"--plot {path}: expected a file, got a folder; give a file")
+    if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path}: expected a file name that ends in .png")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"--plot {path}: its folder does not exist; make it first")
+    if path.exists() and not _is_png(path):
+        raise ConfigError(f"--plot {path} exists and is something else; give another file")
+
+
+def _is_png(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(PNG_MAGIC)) == PNG_MAGIC
 
 
 def _measured(fitted: Fitted, tier: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -139,8 +173,8 @@ def _draw_break_even(axis: Any, calibration: Calibration) -> None:
     )
     for cost in speculative:
         context = CONTEXT_PER_REQUEST if cost.max_context_tokens else 0
-        sizes = range(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1] + 1)
+        sizes = drawn_sizes(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]).tolist()
         values = [break_even(calibration, cost.tier, size, size * context) for size in sizes]
-        axis.plot(list(sizes), values, linewidth=1.2, label=cost.tier)
+        axis.plot(sizes, values, linewidth=1.2, label=cost.tier)
     axis.axhline(1.0, color="gray", linewidth=0.8)
     axis.legend(fontsize="small", title="tier")

@@ -30,6 +30,8 @@ from training.samples import LEVEL_GAP, Samples, context_cells
 MIN_STEP_S = 1e-4
 MAX_STEP_S = 10.0
 """Rounds outside these are taken for figures in other units or swapped columns."""
+MAX_CONCURRENCY = 1_000_000
+"""More requests at once than any server holds; more are taken for a slip or swapped columns."""
 UNIT_FACTOR = 8.0
 """Most by which a round may differ from what its neighbours in batch size make plausible."""
 
@@ -49,6 +51,9 @@ class Point:
         accept_len: Accept length, bonus included; 1 without speculation.
         assumed: Whether the accept length is assumed.
         throughput: Output tokens a second as given; None if the source gave times only.
+
+    Raises:
+        CalibrationError: If the batch size is above ``MAX_CONCURRENCY``.
     """
 
     where: str
@@ -61,6 +66,9 @@ class Point:
     accept_len: float
     assumed: bool
     throughput: float | None
+
+    def __post_init__(self) -> None:
+        check_concurrency(self.where, self.batch_size)
 
     @property
     def implied_throughput(self) -> float:
@@ -95,6 +103,19 @@ def check_units(points: Sequence[Point]) -> None:
                     f"batch size {a.batch_size}), got {b.step_s:.4g} s at {b.batch_size}; check "
                     "for mixed units (ms against s) or swapped columns"
                 )
+
+
+def check_concurrency(where: str, concurrency: float) -> None:
+    """Refuse more requests at once than any server holds.
+
+    Raises:
+        CalibrationError: Naming the place.
+    """
+    if concurrency > MAX_CONCURRENCY:
+        raise CalibrationError(
+            f"{where}: expected at most {MAX_CONCURRENCY} requests at once, got {concurrency:g}; "
+            "correct it, and check that the columns are not swapped"
+        )
 
 
 def check_step(where: str, step_s: float, what: str) -> float:

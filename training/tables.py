@@ -46,7 +46,7 @@ from training.options import (
     TableOptions,
     expected_accept_len,
 )
-from training.points import Point, check_step
+from training.points import Point, check_concurrency, check_step
 from training.textfile import TextFile
 
 __all__ = [
@@ -106,6 +106,12 @@ def read_table(path: Path, options: TableOptions | None = None) -> Table:
         count = 0
         for row in rows:
             count += 1
+            if None in row:
+                raise CalibrationError(
+                    f"{path}:{rows.line_num}: expected {len(rows.fieldnames or ())} fields as in "
+                    f"the first line, got {len(row[None]) + len(row) - 1}; quote a field that has "
+                    "a comma, and write numbers without one"
+                )
             named = {name: (row.get(column) or "").strip() for name, column in mapping.items()}
             if reader.selects(row):
                 reader.take(f"{path}:{rows.line_num}", named)
@@ -270,6 +276,7 @@ class _Rows:
         if not row["concurrency"]:
             return "without a concurrency"
         concurrency = _positive(where, "concurrency", row["concurrency"])
+        check_concurrency(where, concurrency)
         if concurrency != int(concurrency):
             raise CalibrationError(
                 f"{where}: column concurrency: expected an integer, got {concurrency}; check that "

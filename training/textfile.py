@@ -105,17 +105,25 @@ def read_head(path: Path) -> str:
     Raises:
         CalibrationError: If it cannot be read or holds nothing.
     """
+    cut = False
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
             if head.startswith(GZIP_MAGIC):
-                head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
+                member = zlib.decompressobj(wbits=31)
+                head = member.decompress(head, _HEAD_BYTES)
+                cut = not member.eof
     except zlib.error as error:
         raise CalibrationError(
             f"{path}: expected a gzip stream, got damaged data ({error}); copy the file again"
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
+    if cut and not head.strip():
+        raise CalibrationError(
+            f"{path}: expected a gzip stream, got a truncated one that ends before its first line; "
+            "copy the file again"
+        )
     if not head.strip():
         raise CalibrationError(
             f"{path}: expected a step trace, a server log, a benchmark output or a CSV table, got "

@@ -71,8 +71,8 @@ def read_sources_of(calibration: Calibration, folder: Path) -> list[Trace]:
         TraceError: If a trace breaks the schema.
     """
     traces = []
-    for file in calibration.source.get("files", ()):
-        path = folder / str(file["name"])
+    for name, sha256 in _source_files(calibration):
+        path = folder / name
         if path.suffix == ".csv":
             continue
         try:
@@ -82,9 +82,9 @@ def read_sources_of(calibration: Calibration, folder: Path) -> list[Trace]:
                 f"{path}: expected a trace that calibration {calibration.name!r} was made from, "
                 f"but it cannot be read ({error.strerror}); put it there"
             ) from error
-        if found != file["sha256"]:
+        if found != sha256:
             raise CalibrationError(
-                f"{path}: expected the trace with SHA-256 {file['sha256'][:12]}..., got "
+                f"{path}: expected the trace with SHA-256 {sha256[:12]}..., got "
                 f"{found[:12]}...; calibrate again with `make calibrations`"
             )
         traces.append(read_trace(path))
@@ -94,6 +94,30 @@ def read_sources_of(calibration: Calibration, folder: Path) -> list[Trace]:
             "one without; give another with --calibration"
         )
     return traces
+
+
+def _source_files(calibration: Calibration) -> list[tuple[str, str]]:
+    """Return name and SHA-256 of every file that a calibration says it was made from."""
+    files = calibration.source.get("files", [])
+    if not isinstance(files, list):
+        raise _bad_files(calibration, files)
+    found = []
+    for file in files:
+        pair = (file.get("name"), file.get("sha256")) if isinstance(file, dict) else (None, None)
+        name, sha256 = pair
+        if not isinstance(name, str) or not isinstance(sha256, str):
+            raise _bad_files(calibration, file)
+        if not name or Path(name).name != name or "\0" in name:
+            raise _bad_files(calibration, file)
+        found.append((name, sha256))
+    return found
+
+
+def _bad_files(calibration: Calibration, found: object) -> CalibrationError:
+    return CalibrationError(
+        f"calibration {calibration.name!r}: source.files: expected a list of objects with a bare "
+        f"file name and its sha256, got {found!r:.60}; calibrate again"
+    )
 
 
 def _parser() -> OneLineParser:

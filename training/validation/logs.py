@@ -24,8 +24,10 @@ from training.fit import tier_order
 from training.log_rounds import read_log
 from training.points import Point, fit_points
 from training.samples import LEVEL_GAP, collect
+from training.textfile import unreadable
 from training.validation.bounds import LOG_WORST, Check
 from training.validation.measured import MeasuredCell, measure_cells
+from training.validation.traces import traces_by_stem
 
 PAIRS = "pairs.csv"
 
@@ -76,11 +78,10 @@ def find_pairs(data: Path) -> tuple[tuple[Path, Path], ...]:
     """Return log and trace of every run that has both.
 
     Raises:
-        CalibrationError: If ``pairs.csv`` names a file that is not there.
+        CalibrationError: If ``pairs.csv`` is no such table, or names a file that is not there.
     """
     logs = {path.name: path for path in sorted((data / "logs").glob("*.log*"))}
-    traces = {path.name: path for path in sorted((data / "traces").glob("*.jsonl*"))}
-    stems = {name.split(".jsonl")[0]: path for name, path in traces.items()}
+    stems = traces_by_stem(data / "traces")
     pairs = {
         path: stems[name.split(".log")[0]]
         for name, path in logs.items()
@@ -88,16 +89,38 @@ def find_pairs(data: Path) -> tuple[tuple[Path, Path], ...]:
     }
     listed = data / "logs" / PAIRS
     if listed.exists():
-        with open(listed, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                log, trace = row.get("log") or "", row.get("trace") or ""
-                if log not in logs or trace not in traces:
-                    raise CalibrationError(
-                        f"{listed}: expected names of files in logs/ and traces/, got {log!r} and "
-                        f"{trace!r}; correct the line or add the file"
-                    )
-                pairs[logs[log]] = traces[trace]
+        for log, trace in _read_pairs(listed):
+            path = data / "traces" / trace
+            if log not in logs or path.name != trace or "\0" in trace or not path.is_file():
+                raise CalibrationError(
+                    f"{listed}: expected names of files in logs/ and traces/, got {log!r:.60} and "
+                    f"{trace!r:.60}; correct the line or add the file"
+                )
+            pairs[logs[log]] = path
     return tuple(sorted(pairs.items()))
+
+
+def _read_pairs(listed: Path) -> list[tuple[str, str]]:
+    try:
+        with open(listed, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{listed}: expected a CSV in UTF-8, got {error}") from error
+    except OSError as error:
+        raise unreadable(listed, error) from error
+    rows = [row for row in rows if row]
+    header = rows[0] if rows else []
+    if sorted(header) != ["log", "trace"]:
+        raise CalibrationError(
+            f"{listed}: expected the columns log and trace, got {', '.join(header)[:60]!r}"
+        )
+    wrong = next((row for row in rows if len(row) != len(header)), None)
+    if wrong is not None:
+        raise CalibrationError(
+            f"{listed}: expected a log and a trace a line, got {', '.join(wrong)[:60]!r}"
+        )
+    at = header.index("log")
+    return [(row[at], row[1 - at]) for row in rows[1:]]
 
 
 def compare_log(log: Path, trace_path: Path) -> LogResult:

@@ -15,6 +15,7 @@ from training.validation.closed_loop import CellThroughput
 from training.validation.halves import TableResult, check_tables
 from training.validation.logs import LogResult, check_logs
 from training.validation.other_run import OtherCell, check_other_runs
+from training.validation.traces import trace_stem
 
 SCHEMA = "specgovernor.validation"
 SCHEMA_VERSION = 1
@@ -166,7 +167,7 @@ def print_validation(result: Validation, console: Console) -> None:
         ("trace", "tier", "batch", "context", "rounds", "ms", "spread", "predicted", "error"),
         (
             (
-                c.trace.removesuffix(".jsonl.gz"),
+                trace_stem(c.trace),
                 c.tier,
                 f"{'' if c.quiet else '~'}{c.batch_size}",
                 c.context_tokens,
