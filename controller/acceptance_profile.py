@@ -54,7 +54,7 @@ class AcceptanceProfile:
             ``+``, or ``"preset NAME"``.
         simulated: Whether the engine simulated acceptance; then it says nothing about a real draft.
         accept_rate_by_position: ``(deepest num_steps,)`` probability that draft token ``i`` is
-            accepted, given that those before it were.
+            accepted, given that those before it were. May be empty where acceptance was simulated.
         depths: What was measured, ascending by depth.
     """
 
@@ -75,7 +75,8 @@ class AcceptanceProfile:
         steps = [depth.num_steps for depth in self.depths]
         if not steps or steps != sorted(set(steps)):
             raise CalibrationError(f"acceptance depths: expected ascending num_steps, got {steps}")
-        if len(self.accept_rate_by_position) != steps[-1]:
+        unknown = self.simulated and not self.accept_rate_by_position
+        if len(self.accept_rate_by_position) != steps[-1] and not unknown:
             raise CalibrationError(
                 f"acceptance: expected {steps[-1]} accept rates, one a position, got "
                 f"{len(self.accept_rate_by_position)}"
@@ -92,7 +93,15 @@ class AcceptanceProfile:
             >>> depth = DepthAcceptance(2, 1.75, 1)
             >>> AcceptanceProfile("table", False, (0.5, 0.5), (depth,)).accept_len(3)
             1.875
+
+        Raises:
+            CalibrationError: If the profile has no accept rates, because it was simulated.
         """
+        if not self.accept_rate_by_position:
+            raise CalibrationError(
+                "expected accept rates by position, got a simulated acceptance without; calibrate "
+                "from a log or trace of real drafts, or give --acceptance PRESET"
+            )
         total = share = 1.0
         for position in range(num_steps):
             rates = self.accept_rate_by_position

@@ -1,6 +1,7 @@
 """Acceptance fitted to data of known acceptance, and the presets."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,21 @@ def test_measured_positions_count_as_they_are() -> None:
         (0.844, 0.599 / 0.844, 0.385 / 0.599, 0.271 / 0.385), abs=2e-4
     )
     assert found.accept_len(4) == pytest.approx(3.099, abs=2e-3)
+
+
+def test_simulated_acceptance_has_no_accept_rates() -> None:
+    """Accept lengths that were set depth by depth would give rates of 1.00 after 0.00."""
+    lengths = {1: 1.99, 2: 2.999, 3: 3.0, 5: 3.0001, 7: 3.0002}
+    depths = [DepthAcceptance(steps, length, 9) for steps, length in lengths.items()]
+    found = profile("trace", True, depths)
+    assert found.accept_rate_by_position == () and found.depths == tuple(depths)
+    with pytest.raises(CalibrationError, match="--acceptance PRESET"):
+        found.accept_len(3)
+    with pytest.raises(CalibrationError, match="expected 7 accept rates"):
+        replace(found, simulated=False)
+    real = profile("trace", False, depths).accept_rate_by_position
+    assert len(real) == 7 and real[1] > 0.99
+    assert max(real[2:]) < 0.005, "what is hardly ever reached says nothing"
 
 
 # -- presets ---------------------------------------------------------------------------------------

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
 
 from controller.calibration import Calibration
-from controller.errors import CalibrationError
+from controller.errors import CalibrationError, ConfigError
 from controller.trace import write_trace
 from tests.synthetic_log import write_log
 from tests.test_calibrate import HEADER, KIMI, ROOT, TRACES, run, synthetic
 from training.calibrate import main
 from training.fitting import calibrate
-from training.plot import MAX_SIZES, drawn_sizes
+from training.plot import MAX_SIZES, _contexts, drawn_sizes, plot
 from training.points import Point, check_units, fit_points, least_slope
-from training.report import break_even
+from training.ppo import TrainConfig, train
+from training.report import break_even, print_report
 from training.sources import Sources, read_sources, source_kind
 from training.tables import Table, TableOptions, read_table
 
@@ -418,8 +421,9 @@ def test_a_cut_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(TRACES[0].read_bytes()[:-500])
     assert main([str(cut), "-o", str(tmp_path / "o.json")]) == 0
-    error = capsys.readouterr().err
-    assert error.startswith("warning: ") and error.count("\n") == 1 and "which is left out" in error
+    cut_off, untrainable = capsys.readouterr().err.splitlines()
+    assert cut_off.startswith("warning: ") and "which is left out" in cut_off
+    assert untrainable.endswith("off,1,2,3,5,7: add a source at draft steps 1, 2, 3, 5, 7")
 
 
 def test_bad_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,7 +442,7 @@ def test_bad_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (tmp_path / "empty.gz", "empty file"),
         (tmp_path / "cut.gz", "truncated"),
         (tmp_path / "magic.gz", "truncated"),
-        (junk, "expected a CSV"),
+        (junk, "no step trace, server log, benchmark output or table: expected a CSV"),
         (broken, "damaged data"),
         (DATA / "logs/sglang_pr_13023_2025-11_nospec_graph_flip.log", "where the batch size"),
         (DATA / "logs/h200_sglang0.5.17_eagle3_fa3_mixed_steps.log", "depth changed"),
@@ -464,7 +468,8 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "got 'a=9'" in exits([*base, "--num-steps", "a=9"], capsys)
     assert "got '0'" in exits([*base, "--num-steps", "0"], capsys)
     assert "NAME=VALUE" in exits([*base, "--where", "x"], capsys)
-    assert "name of a source" in run(capsys, *base, "--num-steps", "k3.log=3")
+    error = run(capsys, *base, "--num-steps", "k3.log=3")
+    assert f"expected the name of a source ({NATIVE_LOG.name})" in error
     told = ("--num-steps", f"{NATIVE_LOG.name}=3")
     assert "have no accept len" in run(capsys, *base, *told)
     unknown = run(capsys, *base, "--column", "foo=bar")
@@ -478,6 +483,78 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "preset kimik2.5_eagle3/thinking_on" in out
     found = Calibration.load(output)
     assert found.acceptance is not None and len(found.acceptance.depths) == 7
+
+
+FIXED = sorted((DATA / "logs").glob("h200_sglang0.5.17_eagle3_fa3_depth-*.log"))
+
+
+def test_logs_of_fixed_depths_without_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say their depths; the report fits a terminal; what training needs is said."""
+    monkeypatch.setenv("COLUMNS", "80")
+    output = tmp_path / "fixed.json"
+    args = [*map(str, FIXED), "-o", str(output), "--simulated-acceptance"]
+    assert main(args) == 0
+    shown = capsys.readouterr()
+    assert Calibration.load(output).tier_names == ("1", "3", "7")
+    assert "accept rate by position: simulated: not used" in " ".join(shown.out.split())
+    assert "Prefill, native: not measured, the speculative cost is used" in shown.out
+    *_, last = shown.err.splitlines()
+    assert last == (
+        "warning: calibration 'fixed' cannot be trained on with the default tiers "
+        "off,1,2,3,5,7: add a log or trace of the server without speculation (for off) and a "
+        "source at draft steps 2, 5, or train with --tiers 1,3,7"
+    )
+    with pytest.raises(ConfigError, match=r"^--tiers off,1,2,3,5,7 on .*such as 1,3,7$"):
+        train(TrainConfig(calibration=output, output=tmp_path / "policy"))
+
+
+def test_a_report_of_80_columns_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = DATA / "traces/h200_llama3-8b-shape_eagle3_fa3_speculative.jsonl.gz"
+    fitted = calibrate(read_sources([trace, *FIXED], TableOptions()), "x")
+    print_report(fitted, Console(width=80))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    (row,) = (line for line in out.splitlines() if line.split()[:2] == ["warm", "459"])
+    assert row.split()[2:5] == ["1-256", "(9)", "136-418688"] and row.rstrip().endswith("13.0%")
+
+
+def test_what_a_plot_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured times as they are, whole batch sizes, and cold in place of a missing native."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    shape = "h200_llama3-8b-shape_eagle3_fa3"
+    names = ("speculative", "zero-step-skips-draft-extend")
+    traces = [DATA / f"traces/{shape}_{name}.jsonl.gz" for name in names]
+    for paths, last in (
+        (traces, "accept length to break even with cold"),
+        (traces[:1], ""),
+    ):
+        fitted = calibrate(read_sources(paths, TableOptions()), "x")
+        plot(fitted, tmp_path / "x.png")
+        axes = dict(zip([*fitted.calibration.tier_names, "break"], figures[-1].axes, strict=False))
+        for tier, samples in fitted.samples.items():
+            x, y = axes[tier].lines[0].get_data()
+            assert len(y) == len(samples) and np.allclose(y, 1e3 * samples.step_s)
+            assert np.all(np.asarray(y) > 0.0) and x.tolist() == samples.batch_size.tolist()
+        labels = [label.get_text() for label in axes["1"].get_xticklabels()]
+        assert {"1", "16", "256"} <= set(labels) and not any("." in label for label in labels)
+        assert axes["break"].get_title() == last
+        (text,) = axes["break"].texts or [None]
+        if last:
+            assert text is None and len(axes["break"].lines) == 6, "five depths and 1.0"
+        else:
+            assert text.get_transform() == axes["break"].transAxes, "not at a batch size"
+            assert not axes["break"].axison
+
+
+def test_fitted_curves_pass_the_context_of_each_batch_size() -> None:
+    batch = np.array([1, 1, 1, 4, 4])
+    context = np.array([10.0, 20.0, 60.0, 400.0, 800.0])
+    found = _contexts(batch, context, np.array([1, 2, 4, 8]))
+    assert found[1].tolist() == pytest.approx([20.0, 2 * (20 + 130 / 3), 600.0, 1200.0])
+    assert found[0, [0, 2]].tolist() == [10.0, 400.0] and found[2, [0, 2]].tolist() == [60.0, 800.0]
 
 
 def test_more_requests_than_any_server_holds_are_refused() -> None:

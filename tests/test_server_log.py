@@ -383,6 +383,41 @@ def test_depths_that_contradict_the_log(tmp_path: Path) -> None:
     refused(path, 1, "up to 2 at 1 draft steps, got 2.5")
 
 
+FIXED = {n: LOGS / f"h200_sglang0.5.17_eagle3_fa3_depth-{n}.log" for n in (1, 3, 7)}
+
+
+@pytest.mark.parametrize("depth", FIXED)
+def test_the_arguments_of_0517_tell_the_depth(depth: int) -> None:
+    """They hold ", batch_notify_size=16", which is no batch line."""
+    assert ", batch_notify_size=16" in FIXED[depth].read_text().splitlines()[0]
+    log = read_log(FIXED[depth])
+    assert (log.tier, log.num_broken) == (str(depth), 0) and len(log.points) >= 20
+    assert log.arguments["speculative_num_steps"] == depth
+    assert log.arguments["attention_backend"] == "fa3"
+    assert log.arguments["speculative_adaptive"] is False
+    refused(FIXED[depth], 5, f"its server ran {depth} draft steps")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("eagle_topk=1", "eagle_topk=4", "topk 4"),
+        ("speculative_adaptive=False", "speculative_adaptive=True", "speculative-adaptive"),
+        ("num_steps=3", "num_steps=2", "do not fit 2 draft steps"),
+        ("num_steps=3", "num_steps=9", "expected 1 to 7 draft steps, got 9"),
+        ("speculative_num_steps=3", "speculative_num_steps=None", "expected a depth"),
+    ],
+)
+def test_arguments_of_0517_that_contradict_the_log(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    path = tmp_path / "x.log"
+    path.write_text(FIXED[3].read_text().replace(old, new))
+    refused(path, None, expected)
+    path.write_text(FIXED[3].read_text() + FIXED[3].read_text().replace(old, new))
+    refused(path, None, "second start")
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 

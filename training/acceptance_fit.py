@@ -37,6 +37,9 @@ MIN_PAIRS = 50
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SIGNIFICANCE = 3.0
 """Standard deviations from chance at which a spread counts as found."""
+MIN_REACHED = 0.005
+"""Chance to be reached below which a position's rate says nothing: half of an accept length's last
+printed digit."""
 MIN_CHI2_GAIN = 13.8
 """Gain of the drift model's two further parameters that chance gives once in a thousand."""
 
@@ -152,15 +155,27 @@ def profile(
             measured it; else it is worked out from the accept lengths.
     """
     depths = sorted(depths, key=lambda depth: depth.num_steps)
+    if simulated:
+        # The lengths were set depth by depth: no accept rates lie behind them.
+        return AcceptanceProfile(source, True, (), tuple(depths))
     lengths = {depth.num_steps: depth.accept_len for depth in depths}
     total = 1.0
     for position, share in enumerate(accept_by_position, start=1):
         total += share
         if position <= max(lengths):
             lengths[position] = total
-    return AcceptanceProfile(
-        source, simulated, tuple(_short(rate) for rate in rates_of(lengths)), tuple(depths)
-    )
+    rates = _known_rates(rates_of(lengths))
+    return AcceptanceProfile(source, False, tuple(map(_short, rates)), tuple(depths))
+
+
+def _known_rates(rates: Sequence[float]) -> list[float]:
+    """Let no rate rise after a position that is hardly ever reached: rounding alone makes it."""
+    known: list[float] = []
+    reached = 1.0
+    for rate in rates:
+        known.append(min(rate, known[-1]) if reached < MIN_REACHED else rate)
+        reached *= known[-1]
+    return known
 
 
 def rates_of(accept_len_by_depth: Mapping[int, float]) -> list[float]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from controller.calibration import SCHEMA as CALIBRATION_SCHEMA
-from controller.errors import SpecGovernorError
-from controller.tiers import MAX_NUM_STEPS, OFF, OFF_KINDS
+from controller.calibration import Calibration
+from controller.errors import SpecGovernorError, TierError
+from controller.tiers import DEFAULT_TIERS, MAX_NUM_STEPS, OFF, OFF_KINDS, resolve_tiers
 from training.acceptance_presets import load_preset
 from training.cli import (
     OneLineParser,
@@ -30,7 +31,7 @@ from training.fit import MIN_ROWS
 from training.fitting import calibrate
 from training.log_depth import ERAS
 from training.plot import check_plot, plot
-from training.report import print_report
+from training.report import off_tier, print_report
 from training.sources import Sources, read_sources
 from training.tables import (
     DEFAULT_ACCEPT_RATE,
@@ -99,7 +100,7 @@ def _parser() -> OneLineParser:
     add(
         "--costs-only",
         action="store_true",
-        help="write no acceptance and no measured regions, as before version 0.2",
+        help="write no acceptance and no measured regions",
     )
     told = parser.add_argument_group("what the sources do not say")
     told.add_argument(
@@ -190,6 +191,25 @@ def _warn(sources: Sources) -> None:
             print_warning(f"{source.path}: the gzip stream is cut; what came before is used")
 
 
+def _warn_of_training(calibration: Calibration) -> None:
+    """Say what keeps a calibration from being trained on with the default tiers."""
+    try:
+        resolve_tiers(DEFAULT_TIERS, calibration.tier_names)
+    except TierError:
+        depths = [name for name in calibration.tier_names if name.isdecimal()]
+        off = off_tier(calibration)
+        needed = [name for name in DEFAULT_TIERS.split(",") if name != OFF and name not in depths]
+        add = [] if off else ["a log or trace of the server without speculation (for off)"]
+        if needed:
+            add.append(f"a source at draft steps {', '.join(needed)}")
+        found = [*([OFF] if off else []), *depths]
+        tiers = f", or train with --tiers {','.join(found)}" if len(found) > 1 else ""
+        print_warning(
+            f"calibration {calibration.name!r} cannot be trained on with the default tiers "
+            f"{DEFAULT_TIERS}: add {' and '.join(add)}{tiers}"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
@@ -226,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plot(fitted, args.plot)
     except (SpecGovernorError, OSError) as error:
         return print_error(error)
+    _warn_of_training(fitted.calibration)
     print(f"wrote {args.output}{f' and {args.plot}' if args.plot else ''}")
     return 0
 

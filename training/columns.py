@@ -71,9 +71,10 @@ def map_columns(path: Path, columns: Sequence[str], given: Mapping[str, str]) ->
     if not any(name in found for name in FIGURES):
         missing.append("throughput_tok_s")
     if missing:
+        unknown = "" if found else "no step trace, server log, benchmark output or table: "
         raise CalibrationError(
-            f"{path}: expected a CSV with columns {', '.join((*NEEDED, FIGURES[0]))}, got {shown}; "
-            f"add {', '.join(missing)}, or name it with --column {missing[0]}=NAME"
+            f"{path}: {unknown}expected a CSV with columns {', '.join((*NEEDED, FIGURES[0]))}, got "
+            f"{shown}; add {', '.join(missing)}, or name it with --column {missing[0]}=NAME"
         )
     return found
 

@@ -287,6 +287,6 @@ def _prefill(bursts: Mapping[bool, Sequence[Burst]], remarks: list[str]) -> dict
         raise CalibrationError("; ".join(failures))
     for kind, other in (("native", "speculative"), ("speculative", NATIVE)):
         if kind not in fits:
-            fits[kind] = fits[other]
+            fits[kind] = replace(fits[other], taken_from=other)
             remarks.append(f"{failures[0]}; the {other} cost is used instead")
     return fits

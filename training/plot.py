@@ -8,13 +8,14 @@ import numpy as np
 
 from controller.calibration import Calibration
 from controller.errors import ConfigError
-from controller.tiers import NATIVE
 from training.cli import check_apart
 from training.fitting import Fitted
-from training.report import break_even
+from training.report import break_even, off_tier
 
 MAX_POINTS = 2000
 """Rounds drawn a tier; more only make the file larger."""
+FEW_POINTS = 50
+"""Rounds below which none hides another, so that they are drawn opaque."""
 MAX_SIZES = 500
 """Batch sizes at which a curve is drawn; no eye tells more."""
 CONTEXT_PER_REQUEST = 512
@@ -26,8 +27,8 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 def plot(fitted: Fitted, path: Path) -> None:
     """Write a PNG with one panel a tier and one of the break-even accept length.
 
-    In a tier's panel the line is the fitted round time at zero context, and every point a measured
-    round less the fitted cost of its context, so that points at all contexts fall on one line.
+    In a tier's panel every point is a measured round, as measured. The line is the fitted round
+    time at the median context of each batch size, and the band spans its fewest to most context.
 
     Raises:
         ConfigError: As :func:`check_plot`, or if the file cannot be written.
@@ -35,7 +36,7 @@ def plot(fitted: Fitted, path: Path) -> None:
     # Without a display, and slow to import: only when something is drawn.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     check_plot(path, ())
     calibration = fitted.calibration
@@ -46,20 +47,36 @@ def plot(fitted: Fitted, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, cost in zip(axes, calibration.costs, strict=False):
-        batch, step_s = _measured(fitted, cost.tier, cost.context_s_per_token)
-        axis.plot(batch, 1e3 * step_s, ".", markersize=3, alpha=0.4, label="measured")
+        batch, context, step_s = _measured(fitted, cost.tier)
+        alpha = 0.9 if len(batch) < FEW_POINTS else 0.35
+        axis.plot(batch, 1e3 * step_s, ".", markersize=6, alpha=alpha, label="measured")
         low, high = cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]
         inside, outside = drawn_sizes(low, high), drawn_sizes(high, 2 * high)
-        for sizes, style, label in ((inside, "-", "fitted"), (outside, ":", "extrapolated")):
-            line = [1e3 * cost.base_at(int(size)) for size in sizes]
-            axis.plot(sizes, line, style, color="black", linewidth=1.2, label=label)
-        axis.set(
-            title=f"tier {cost.tier}", xscale="log", xlabel="batch size", ylabel="round time, ms"
-        )
-        axis.legend(fontsize="small")
+        for sizes, style, label in (
+            (inside, "-", "fitted, median context" if cost.max_context_tokens else "fitted"),
+            (outside, ":", "extrapolated"),
+        ):
+            least, median, most = (
+                [
+                    1e3 * (cost.base_at(int(size)) + cost.context_s_per_token * tokens)
+                    for size, tokens in zip(sizes, row, strict=True)
+                ]
+                for row in _contexts(batch, context, sizes)
+            )
+            axis.plot(sizes, median, style, color="black", linewidth=1.2, label=label)
+            if cost.max_context_tokens:
+                band = "fitted, all contexts" if style == "-" else None
+                axis.fill_between(sizes, least, most, color="black", alpha=0.12, lw=0, label=band)
+        axis.set(title=f"tier {cost.tier}", xlabel="batch size", ylabel="round time, ms")
+        axis.set_ylim(bottom=0.0)
+        axis.legend(fontsize="small", loc="upper left")
     _draw_break_even(axes[count - 1], calibration)
     for axis in axes[:count]:
-        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axis.tick_params(axis="x", labelsize="small")
     for axis in axes[count:]:
         axis.set_axis_off()
     figure.suptitle(calibration.name)
@@ -108,33 +125,52 @@ def _is_png(path: Path) -> bool:
         return file.read(len(PNG_MAGIC)) == PNG_MAGIC
 
 
-def _measured(
-    fitted: Fitted, tier: str, context_s_per_token: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return batch sizes and seconds of a tier's rounds, their fitted cost of context taken off."""
+def _measured(fitted: Fitted, tier: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return batch sizes, context tokens and seconds of a tier's rounds, as measured."""
     if tier in fitted.samples:
         samples = fitted.samples[tier]
         every = -(-len(samples) // MAX_POINTS)
-        step_s = samples.step_s - context_s_per_token * samples.context_tokens
-        return samples.batch_size[::every], step_s[::every]
+        columns = (samples.batch_size, samples.context_tokens, samples.step_s)
+        batch, context, step_s = (column[::every] for column in columns)
+        return batch, context, step_s
     points = [point for point in fitted.points if point.tier == tier][:MAX_POINTS]
     batch = np.array([point.batch_size for point in points])
     context = np.array([point.context_tokens or 0 for point in points])
-    return batch, np.array([point.step_s for point in points]) - context_s_per_token * context
+    return batch, context, np.array([point.step_s for point in points])
+
+
+def _contexts(batch: np.ndarray, context: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the fewest, median and most context tokens at each size, from the measured ones.
+
+    Between and beyond the measured batch sizes the context of a request is interpolated.
+
+    Args:
+        batch: ``(num_rounds,)`` batch sizes.
+        context: ``(num_rounds,)`` context tokens, summed over the batch.
+        sizes: ``(num_sizes,)`` batch sizes to return it for.
+
+    Returns:
+        ``(3, num_sizes)``.
+    """
+    measured = np.unique(batch)
+    of_request = [np.quantile(context[batch == size] / size, (0.0, 0.5, 1.0)) for size in measured]
+    return np.array([sizes * np.interp(sizes, measured, row) for row in np.transpose(of_request)])
 
 
 def _draw_break_even(axis: Any, calibration: Calibration) -> None:
     """Draw the accept length from which each depth beats no speculation, by batch size."""
-    speculative = [cost for cost in calibration.costs if cost.tier != NATIVE]
+    off = off_tier(calibration)
+    speculative = [cost for cost in calibration.costs if cost.tier.isdecimal()]
+    if off is None or not speculative:
+        text = "no break-even: it needs\na native or cold tier and a depth"
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)
+        return
     axis.set(
-        title="accept length to break even",
-        xscale="log",
+        title=f"accept length to break even with {off}",
         xlabel="batch size",
         ylabel="accept length",
     )
-    if NATIVE not in calibration.tier_names or not speculative:
-        axis.text(0.5, 0.5, "needs a native tier and another", ha="center")
-        return
     for cost in speculative:
         context = CONTEXT_PER_REQUEST if cost.max_context_tokens else 0
         sizes = drawn_sizes(cost.measured_batch_sizes[0], cost.measured_batch_sizes[-1]).tolist()

@@ -23,9 +23,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from controller.calibration import Calibration
 from controller.checkpoint import load_checkpoint, load_training_state, save_checkpoint
-from controller.errors import ConfigError, SpecGovernorError
+from controller.errors import ConfigError, SpecGovernorError, TierError
 from controller.policy import NumpyPolicy
-from controller.tiers import DEFAULT_TIERS
+from controller.tiers import DEFAULT_TIERS, resolve_tiers
 from env.deployment import Deployment
 from env.vector_env import GovernorVecEnv
 from training.cli import print_error
@@ -368,8 +368,16 @@ def train(config: TrainConfig) -> float:
         config.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output {config.output}: its folder cannot be made ({error})") from error
+    calibration = Calibration.load(config.calibration)
+    try:
+        resolve_tiers(config.tiers, calibration.tier_names, config.off)
+    except TierError as error:
+        raise ConfigError(
+            f"--tiers {config.tiers} on {config.calibration}: {error}; or give the --tiers to "
+            f"train on, such as {','.join(calibration.tier_names)}"
+        ) from error
     deployment = Deployment(
-        Calibration.load(config.calibration),
+        calibration,
         tiers=config.tiers,
         off=config.off,
         max_running_requests=config.max_running_requests,

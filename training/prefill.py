@@ -38,12 +38,16 @@ class Burst:
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """A fitted prefill cost, the bursts used, those left out as outliers, and the median error."""
+    """A fitted prefill cost, the bursts used, those left out as outliers, and the median error.
+
+    ``taken_from`` names the kind of server whose cost it is, where the own could not be fitted.
+    """
 
     cost: PrefillCost
     num_bursts: int
     num_outliers: int
     median_error: float
+    taken_from: str | None = None
 
 
 def find_bursts(rows: Sequence[TraceRow], native: bool) -> list[Burst]:

@@ -1,15 +1,23 @@
 """Tables about a fitted calibration, for people: what was measured, predicted, and is trusted."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from controller.acceptance_profile import AcceptanceProfile
 from controller.calibration import Calibration
+from controller.tiers import COLD, NATIVE
 from training.fitting import QUIET_SPREAD, Fitted, TierReport
 from training.points import Point
+from training.prefill import PrefillFit
 
 MAX_ROWS = 60
+NARROW: Mapping[str, Any] = {"box": SIMPLE_HEAD, "padding": 0}
+"""How a table of many columns fits a terminal of 80."""
 CONTEXTS_PER_REQUEST = (512, 2048, 8192)
 GRADES = {"measured": "M", "interpolated": "i", "extrapolated": "x"}
 
@@ -24,12 +32,7 @@ def print_report(fitted: Fitted, console: Console) -> None:
         if noisy.row_count:
             console.print(noisy)
     for kind, fit in fitted.prefill.items():
-        console.print(
-            f"Prefill, {kind}: {1e3 * fit.cost.base_s:.1f} ms + "
-            f"{1e6 * fit.cost.s_per_token:.2f} us a token, from {fit.num_bursts} bursts "
-            f"({fit.num_outliers} outliers left out), median error {fit.median_error:.1%}.",
-            highlight=False,
-        )
+        console.print(_prefill(kind, fit), highlight=False)
     by_file: dict[str, list[Point]] = {}
     for point in fitted.points:
         by_file.setdefault(point.where.rsplit(":", 1)[0], []).append(point)
@@ -54,32 +57,56 @@ def print_report(fitted: Fitted, console: Console) -> None:
         console.print(f"Note: {escape(remark)}.", highlight=False)
 
 
+def off_tier(calibration: Calibration) -> str | None:
+    """Return the tier of no speculation to compare with: native, else cold; None without both."""
+    return next((name for name in (NATIVE, COLD) if name in calibration.tier_names), None)
+
+
 def break_even(calibration: Calibration, tier: str, batch_size: int, context: int) -> float | None:
-    """Return the accept length from which a tier beats no speculation; None without native."""
-    if "native" not in calibration.tier_names:
+    """Return the accept length from which a tier beats no speculation; None without that."""
+    off = off_tier(calibration)
+    if off is None:
         return None
-    native = calibration.step_s("native", batch_size, context)
-    return calibration.step_s(tier, batch_size, context) / native
+    return calibration.step_s(tier, batch_size, context) / calibration.step_s(
+        off, batch_size, context
+    )
+
+
+def _prefill(kind: str, fit: PrefillFit) -> str:
+    cost = f"{1e3 * fit.cost.base_s:.1f} ms + {1e6 * fit.cost.s_per_token:.2f} us a token"
+    if fit.taken_from:
+        return f"Prefill, {kind}: not measured, the {fit.taken_from} cost is used ({cost})."
+    return (
+        f"Prefill, {kind}: {cost}, from {fit.num_bursts} bursts ({fit.num_outliers} outliers left "
+        f"out), median error {fit.median_error:.1%}."
+    )
+
+
+def _span(sizes: Sequence[int]) -> str:
+    """Shorten batch sizes to their range and number: ``1-256 (11)``."""
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]} ({len(sizes)})"
 
 
 def _tiers(fitted: Fitted) -> RichTable:
-    table = RichTable(title=f"{escape(fitted.calibration.name)}: step time, held-out rounds")
-    for name in ("tier", "rounds", "batch sizes", "context tokens", "ns/token"):
-        table.add_column(name, justify="right", overflow="fold")
+    table = RichTable(
+        title=f"{escape(fitted.calibration.name)}: step time, held-out rounds", **NARROW
+    )
+    for name in ("tier", "rounds", "batch sizes", "context tokens", "ns/ token"):
+        table.add_column(name.replace(" ", "\n"), justify="right", overflow="fold")
     for name in ("median error", "p95 error", "quiet median", "noise"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name.replace(" ", "\n"), justify="right", overflow="fold")
     for report in fitted.tiers:
         cost = report.cost
         table.add_row(
             cost.tier,
             str(cost.num_rows),
-            ",".join(map(str, cost.batch_sizes)),
+            _span(cost.batch_sizes),
             f"{report.context_range[0]}-{report.context_range[1]}",
             f"{1e9 * cost.context_s_per_token:.1f}",
             _percent(cost.median_error),
             _percent(cost.p95_error),
             _percent(report.quiet_median_error),
-            f"{_percent(min(cost.relative_noise))}-{_percent(max(cost.relative_noise))}",
+            f"{100 * min(cost.relative_noise):.1f}-{_percent(max(cost.relative_noise))}",
         )
     return table
 
@@ -107,6 +134,7 @@ def _points(calibration: Calibration, file: str, points: list[Point]) -> RichTab
     table = RichTable(
         title=f"{escape(file)}: throughput, tokens/s",
         caption=f"{len(cells) - len(shown)} more rows" if len(cells) > len(shown) else None,
+        **NARROW,
     )
     for name in ("tier", "batch size", "context", "figures", "accept length"):
         table.add_column(name, justify="right", overflow="fold")
@@ -132,7 +160,10 @@ def _points(calibration: Calibration, file: str, points: list[Point]) -> RichTab
 
 
 def _acceptance(profile: AcceptanceProfile) -> RichTable:
+    # Simulated accept lengths are set depth by depth: no draft's rates lie behind them.
     rates = ", ".join(f"{rate:.2f}" for rate in profile.accept_rate_by_position)
+    if profile.simulated:
+        rates = "simulated: not used"
     table = RichTable(
         title=f"Acceptance ({'simulated, ' if profile.simulated else ''}{escape(profile.source)})",
         caption=f"accept rate by position: {rates}",

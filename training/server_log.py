@@ -148,15 +148,15 @@ def parse_log(lines: Iterable[tuple[int, str]]) -> Iterator[LogLine]:
     """
     first_rank: dict[str, str] = {}
     for number, text in lines:
-        if " batch" in text:
-            match = _BATCH.search(text)
-            if match:
-                # The last one: another process may have written into the start of the line.
-                *_, prefix = None, *_PREFIX.finditer(text, 0, match.start())
-                ranks = prefix["ranks"].split() if prefix else []
-                scheduler = " ".join(rank for rank in ranks if re.match(r"(DP|PP)\d", rank))
-                if first_rank.setdefault(scheduler, " ".join(ranks)) == " ".join(ranks):
-                    yield _batch(number, match, prefix, scheduler)
+        # Not " batch" alone: the server's arguments hold ", batch_notify_size=16".
+        match = _BATCH.search(text) if " batch" in text else None
+        if match:
+            # The last one: another process may have written into the start of the line.
+            *_, prefix = None, *_PREFIX.finditer(text, 0, match.start())
+            ranks = prefix["ranks"].split() if prefix else []
+            scheduler = " ".join(rank for rank in ranks if re.match(r"(DP|PP)\d", rank))
+            if first_rank.setdefault(scheduler, " ".join(ranks)) == " ".join(ranks):
+                yield _batch(number, match, prefix, scheduler)
         else:
             found = _other(number, text)
             if found:

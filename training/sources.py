@@ -70,7 +70,8 @@ def read_sources(paths: Sequence[Path], options: TableOptions) -> Sources:
     unknown = sorted(set(options.num_steps_of) - {path.name for path in paths})
     if unknown:
         raise CalibrationError(
-            f"--num-steps {unknown[0]}=...: expected the name of a source, got none of that name"
+            f"--num-steps {unknown[0]}=...: expected the name of a source "
+            f"({', '.join(sorted({path.name for path in paths}))}), got none of that name"
         )
     traces, tables, logs, benches = [], [], [], []
     hashes: dict[str, Path] = {}
