@@ -25,7 +25,11 @@ a :class:`training.baselines.task.Task` and returns a controller, in a file anyw
     def make(task):
         return task.best(FewRows(rows) for rows in (4, 16, 64))
 
-and name it: ``python -m training.compare CHECKPOINT --suite smoke --controller my_rules:make``. It is
-then tuned on each system's tuning part and run on the same cells and seeds as all others. What it
-may read is in ``stepwise``; ``feedback`` has the accept results, each when a server would know it.
+and name it::
+
+    python -m training.compare CHECKPOINT --suite smoke --controller my_rules:make
+
+It is then tuned on each system's tuning part and run on the same cells and seeds as all others.
+What it may read is in ``stepwise``; ``feedback`` has the accept results, each when a server would
+know it.
 """
