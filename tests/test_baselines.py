@@ -1,11 +1,13 @@
 """Every baseline: its rule by hand on small cases, and that it learns nothing too early."""
 
 import sys
+import textwrap
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import training.baselines
 from controller.calibration import TierCost
 from controller.errors import ConfigError
 from controller.memory import (
@@ -364,6 +366,18 @@ def test_a_rule_in_numpy_needs_no_kernel():
     large = evaluate(Inspector(), [busy(Acceptance("shared", 0.5, 0.5), clients=6)], [1])
     assert small.tier_share[0, 2] == 1.0
     assert large.tier_share[0, 0] > 0.9
+
+
+def test_the_documented_example_runs(tmp_path, monkeypatch):
+    text = training.baselines.__doc__
+    code = text[text.index("    # my_rules.py") : text.index("and name it::")]
+    (tmp_path / "example_rules.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    task = crossover_task()
+    made = load_maker("example_rules:make")(task)
+    assert made.name == "deepest up to 4 rows"
+    assert task.trials == 3
+    sys.modules.pop("example_rules")
 
 
 def test_nothing_to_tune_is_refused():

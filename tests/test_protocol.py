@@ -29,6 +29,7 @@ from training.protocol import (
     TRAINED_ON,
     TUNING_SCENARIOS,
     TUNING_SEED,
+    cell_seeds,
     deployment_of,
     load_system,
     native_of,
@@ -40,6 +41,7 @@ from training.suite_report import html_report, markdown
 from training.targets import judge
 
 FULL = SIZES["full"]
+H200 = deployment_of(load_system(TRAINED_ON))
 
 
 def every_test_cell(name):
@@ -47,9 +49,11 @@ def every_test_cell(name):
 
 
 def test_the_parts_share_no_seed():
-    test = {TEST_SEED + i for i in range(FULL.seeds)}
+    cells = [len(every_test_cell(TRAINED_ON)), len(tuning_cells(H200, FULL))]
+    test = set(np.ravel(cell_seeds(TEST_SEED, cells[0], FULL.seeds)).tolist())
+    assert len(test) == cells[0] * FULL.seeds, "each cell has seeds of its own"
     test |= {seed + i for seed in (full.SHIFT_SEED, full.MAP_SEED) for i in range(FULL.shift_seeds)}
-    tuning = {TUNING_SEED, *TUNING_SEEDS}
+    tuning = {*np.ravel(cell_seeds(TUNING_SEED, cells[1], 1)).tolist(), *TUNING_SEEDS}
     assert not test & tuning
     assert not (test | tuning) & set(EVALUATION_SEEDS)
     assert min(test | tuning) >= FIRST_TEST_SEED, "training seeds count up from zero"

@@ -14,6 +14,7 @@ from training.complete import main, native_share, with_native
 from training.controllers import BatchThreshold, Oracle
 from training.recording import record
 from training.regret import HORIZON, WINDOW, measure_shifts, phase_starts, rounds_to_catch_up
+from training.statistics import stratified_half_width
 from training.targets import (
     after_shift,
     against_hindsight,
@@ -22,6 +23,7 @@ from training.targets import (
     against_threshold,
     judge,
     kimi,
+    mean_difference,
     open_load,
     precision,
     share_of_oracle,
@@ -148,6 +150,18 @@ def test_kimi_and_precision():
     assert row.hit is False
     pooled = judge({"systems": [made_system(made_cell("a"))]})
     assert pooled[0].system == "all held out" and pooled[0].value == "1.0000"
+
+
+def test_luck_of_independent_cells_averages_out():
+    strata = [np.array([1.0, 3.0]), np.array([2.0, 2.0]), np.array([0.0, 2.0])]
+    # Variances of the means 1, 0 and 1; three degrees of freedom.
+    assert stratified_half_width(strata) == pytest.approx(3.18 * 2**0.5 / 3)
+    assert np.isnan(stratified_half_width([np.array([1.0])]))
+    mean, half = mean_difference(
+        [made_cell("a", policy=[np.e * 10, 10.0]), made_cell("b")], "policy", "greedy"
+    )
+    assert mean == pytest.approx(0.25)
+    assert half == pytest.approx(4.30 * 0.5 / 2)
 
 
 # --- regret --------------------------------------------------------------------------------------

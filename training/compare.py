@@ -270,7 +270,7 @@ def run_suite(options: argparse.Namespace) -> int:
         options.jobs,
         lambda name: console.print(f"{name}: done", highlight=False),
     )
-    write_atomically(output, json.dumps(report, allow_nan=False) + "\n")
+    write_atomically(output, json.dumps(report, allow_nan=False, separators=(",", ":")) + "\n")
     write_atomically(output.with_suffix(".md"), markdown(report))
     write_atomically(output.with_suffix(".html"), html_report(report))
     print_targets(judge(report), Console(width=max(Console().width, 170)))

@@ -43,19 +43,23 @@ class Outcome:
     tier_share: NDArray[np.float64]
 
 
-def evaluate(controller: Controller, cells: Sequence[Cell], seeds: Sequence[int]) -> Outcome:
+def evaluate(
+    controller: Controller, cells: Sequence[Cell], seeds: Sequence[int] | Sequence[Sequence[int]]
+) -> Outcome:
     """Run every cell once under every seed.
 
     Args:
         controller: Who chooses.
         cells: Deployments with workloads.
-        seeds: The same list for all controllers makes their results comparable pair by pair.
+        seeds: ``(num_seeds,)`` for all cells, or ``(num_cells, num_seeds)``. The same for all
+            controllers makes their results comparable pair by pair.
     """
+    table = np.broadcast_to(np.asarray(seeds, np.int64), (len(cells), np.shape(seeds)[-1]))
     prepared = controller.prepare(cells)
-    simulator = Simulator([cell for cell in prepared for _ in seeds])
-    simulator.reset([seed for _ in cells for seed in seeds])
+    simulator = Simulator([cell for cell in prepared for _ in range(table.shape[1])])
+    simulator.reset(table.ravel().tolist())
     controller.run(simulator)
-    return measure(simulator, len(cells), len(seeds))
+    return measure(simulator, *table.shape)
 
 
 def measure(simulator: Simulator, num_cells: int, num_seeds: int) -> Outcome:

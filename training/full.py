@@ -41,6 +41,7 @@ from training.protocol import (
     TRAINED_ON,
     TUNING_SEED,
     Size,
+    cell_seeds,
     deployment_of,
     load_system,
     shift_cells,
@@ -116,7 +117,7 @@ def _numbers(values: Any, digits: int = 5) -> Any:
 
 
 def run_cells(
-    controllers: dict[str, Controller], cells: Sequence[Cell], seeds: Sequence[int]
+    controllers: dict[str, Controller], cells: Sequence[Cell], seeds: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
     """Return one entry a cell, with every controller's objective by seed and mean metrics."""
     entries: list[dict[str, Any]] = [
@@ -240,10 +241,11 @@ def run_system(name: str, checkpoint: Path, size: Size, added: Sequence[str]) ->
     numba.set_num_threads(1)
     deployment = deployment_of(load_system(name))
     policy = LearnedPolicy(load_checkpoint(checkpoint).policy, POLICY)
-    task = Task(tuning_cells(deployment, size), [TUNING_SEED])
+    tuning, test = tuning_cells(deployment, size), test_cells(deployment, size)
+    task = Task(tuning, cell_seeds(TUNING_SEED, len(tuning), 1))
     tuned = tune_all(task, policy, added)
     everyone = {**tuned.controllers, ORACLE: Oracle(ORACLE), BOUND: Bound(BOUND)}
-    seeds = range(TEST_SEED, TEST_SEED + size.seeds)
+    seeds = cell_seeds(TEST_SEED, len(test), size.seeds)
     result = {
         "system": name,
         "calibration_sha256": deployment.calibration.sha256,
@@ -258,7 +260,7 @@ def run_system(name: str, checkpoint: Path, size: Size, added: Sequence[str]) ->
             }
             for each in tuned.scores
         },
-        "cells": run_cells(everyone, test_cells(deployment, size), seeds),
+        "cells": run_cells(everyone, test, seeds),
         "shifts": run_shifts(tuned.controllers, deployment, size.shift_seeds),
         "map": {
             "sizes": map_sizes(deployment.max_running_requests),

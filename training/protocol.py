@@ -62,6 +62,9 @@ OPEN_RATES = (0.7, 0.9, 1.1)
 
 TUNING_SEED = 800_001
 TEST_SEED = 700_001
+CELL_STRIDE = 100
+"""Distance of the seeds of neighbouring cells: each has luck of its own, so that luck averages out
+over cells, and the same for every controller."""
 SHIFT_ROUNDS = 1000
 """Rounds without speculation between two phase shifts of the cells that measure regret."""
 SHIFT_PHASES = (6, 4, 3)
@@ -184,6 +187,11 @@ def deployment_of(calibration: Calibration, tiers: Sequence[str] = ()) -> Deploy
         tiers=",".join(["off", *depths]),
         max_running_requests=MAX_RUNNING.get(calibration.name, 256),
     )
+
+
+def cell_seeds(first: int, num_cells: int, num_seeds: int) -> list[list[int]]:
+    """Return ``(num_cells, num_seeds)`` seeds of a part."""
+    return [[first + CELL_STRIDE * i + j for j in range(num_seeds)] for i in range(num_cells)]
 
 
 def clients(deployment: Deployment) -> list[tuple[str, int]]:

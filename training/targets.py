@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.statistics import half_width
+from training.statistics import half_width, stratified_half_width
 
 POLICY, ORACLE, BOUND, NATIVE_SERVER = "policy", "oracle", "bound", "native always"
 THRESHOLD, LADDER = "tuned threshold", "sglang ladder"
@@ -178,9 +178,12 @@ def by_scenario(system: System) -> dict[str, list[Cell]]:
 
 
 def mean_difference(cells: Sequence[Cell], name: str, other: str) -> tuple[float, float]:
-    """Return the mean over cells of the paired log ratio, and half its 95% interval over seeds."""
-    by_seed = np.mean([log_ratio(cell, name, other) for cell in cells], axis=0)
-    return float(by_seed.mean()), half_width(by_seed)
+    """Return the mean over cells of the paired log ratio, and half its 95% interval.
+
+    Each cell has seeds of its own, so the cells are the strata of the sample.
+    """
+    ratios = [log_ratio(cell, name, other) for cell in cells]
+    return float(np.mean(ratios)), stratified_half_width(ratios)
 
 
 def against_rules(system: System) -> list[Target]:

@@ -21,7 +21,7 @@ class Task:
 
     Args:
         cells: Tuning cells, all with one deployment.
-        seeds: Tuning seeds.
+        seeds: ``(num_cells, num_seeds)``, or ``(num_seeds,)`` for all cells.
 
     Attributes:
         deployment: The server.
@@ -29,13 +29,15 @@ class Task:
         trials: Settings tried so far.
     """
 
-    def __init__(self, cells: Sequence[Cell], seeds: Sequence[int]) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], seeds: Sequence[int] | Sequence[Sequence[int]]
+    ) -> None:
         self.deployment: Deployment = cells[0].deployment
         self.tier_names = tuple(tier.name for tier in self.deployment.resolved_tiers())
         self.num_steps = tuple(tier.num_steps for tier in self.deployment.resolved_tiers())
         self.trials = 0
         self._cells = list(cells)
-        self._seeds = list(seeds)
+        self._seeds = seeds
 
     def score(self, controller: Controller) -> float:
         """Return the mean log objective of a controller over the tuning cells.
