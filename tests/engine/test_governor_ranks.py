@@ -101,7 +101,7 @@ def test_the_guard_overrules_a_policy_that_sticks_to_the_worst_tier(tmp_path):
     assert len(rounds) - start > 100
     assert len(set(asked[start:])) == 1
     assert asked[start] != "5"
-    assert log.count("it is forced for 1000 rounds") == 1
+    assert log.count("is forced for 1000 rounds") == 1
 
 
 def test_the_mode_changes_on_both_ranks_in_the_same_round(tmp_path):
