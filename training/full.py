@@ -50,12 +50,15 @@ from training.protocol import (
 )
 from training.recording import record
 from training.regret import CURVE_ROUNDS, Shift, measure_shifts
+from training.suite import open_loop
 
 POLICY, ORACLE, BOUND, NATIVE_SERVER = "policy", "oracle", "bound", "native always"
 REFERENCES = (ORACLE, BOUND)
 MAP_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 MAP_WARM_UP = 300
 MAP_ROUNDS = 100
+LINE_SWING = (0.1, 1.8)
+"""Arrival rates of the time line, as shares of the off capacity: a queue builds and drains."""
 SHIFT_SEED = 710_001
 MAP_SEED = 720_001
 
@@ -221,9 +224,7 @@ def policy_map(controller: Controller, deployment: Deployment, warm_up: int) -> 
 
 def time_line(controller: Controller, deployment: Deployment, requests: int) -> dict[str, Any]:
     """Return load, acceptance, depth and queue over time in a swinging open loop."""
-    from training.suite import OPEN_SWING, open_loop  # the default comparison's open cell
-
-    load = open_loop(deployment, OPEN_SWING[0], 1.1, requests)
+    load = open_loop(deployment, *LINE_SWING, requests)
     acceptance = SCENARIOS.make("drift", low=0.2, high=0.9, period_s=10.0)
     run = record(controller, [Cell(deployment, Workload("line", load, acceptance))], [MAP_SEED])
     every = max(len(run.start_s) // 1500, 1)

@@ -83,6 +83,9 @@ def plot_regret(systems: Sequence[Mapping[str, Any]]) -> str:
                 if direction in curves:
                     style = {"linewidth": 1.8} if name in COLOURS else {"linewidth": 0.8}
                     ax.plot(curves[direction], label=name, color=COLOURS.get(name), **style)
+            low, high = ax.get_ylim()
+            if high - low < 1.0:  # nothing but rounding
+                ax.set_ylim(-1.0, 1.0)
             ax.set_title(f"{system['system']}\nacceptance {title}", fontsize=7)
             ax.tick_params(labelsize=6)
             ax.grid(alpha=0.3)

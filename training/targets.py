@@ -3,6 +3,11 @@
 Differences are paired: a cell's value is the mean over its seeds of the log ratio of two
 controllers on the same requests, acceptance and noise. "Not behind" allows what luck explains: the
 difference plus half its 95% interval must reach zero.
+
+The oracle looks ahead in expectation and is no optimum. A controller can be ahead of it in a cell:
+in mixtures of requests by up to 1% on every seed (perhaps since what a tier does to who is left in
+the batch is beyond its horizon), and by luck where an open load is near capacity, which
+magnifies small differences. It therefore counts as at least as good as the best controller.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
