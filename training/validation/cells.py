@@ -21,8 +21,32 @@ from training.samples import Samples
 from training.validation.bounds import CELL_MEDIAN, CELL_P95, QUIET_DEVIATION, Check
 
 
+class JudgedCell:
+    """What every cell with a measured and a predicted round time has.
+
+    Attributes:
+        measured_s: Median round.
+        deviation: Median of ``|step / median step - 1|``.
+        predicted_s: Prediction.
+    """
+
+    measured_s: float
+    deviation: float
+    predicted_s: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the measured median can be trusted."""
+        return self.deviation <= QUIET_DEVIATION
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction, with sign."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
 @dataclass(frozen=True)
-class CellError:
+class CellError(JudgedCell):
     """One cell against its prediction from the others.
 
     Attributes:
@@ -48,16 +72,6 @@ class CellError:
     predicted_s: float
     without_batch_size_s: float
     edge: bool
-
-    @property
-    def quiet(self) -> bool:
-        """Whether the measured median can be trusted."""
-        return self.deviation <= QUIET_DEVIATION
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction, with sign."""
-        return self.predicted_s / self.measured_s - 1.0
 
     @property
     def error_without_batch_size(self) -> float:

@@ -16,8 +16,8 @@ from controller.trace import Trace, read_trace
 from training.fit import tier_order
 from training.samples import collect
 from training.sources import SAME_FIELDS
-from training.validation.bounds import OTHER_MEDIAN, OTHER_P95, QUIET_DEVIATION, Check
-from training.validation.cells import summary
+from training.validation.bounds import OTHER_MEDIAN, OTHER_P95, Check
+from training.validation.cells import JudgedCell, summary
 from training.validation.traces import trace_stem, traces_by_stem
 
 MIN_ROUNDS = 15
@@ -25,7 +25,7 @@ MIN_ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class OtherCell:
+class OtherCell(JudgedCell):
     """One cell of another run.
 
     Attributes:
@@ -47,16 +47,6 @@ class OtherCell:
     measured_s: float
     deviation: float
     predicted_s: float
-
-    @property
-    def quiet(self) -> bool:
-        """Whether the measured median can be trusted."""
-        return self.deviation <= QUIET_DEVIATION
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction, with sign."""
-        return self.predicted_s / self.measured_s - 1.0
 
 
 def find_other_runs(folder: Path, known: Sequence[Trace]) -> list[Trace]:
