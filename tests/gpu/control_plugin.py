@@ -4,7 +4,9 @@
 
 - `tiers`: "policy", or the name of a tier, or "cycle": every tier for `CYCLE_ROUNDS` in turn. The
   policy decides in any case, so that its time is spent, and the guard keeps out of the other two.
-- `bypass`: the governor's hooks hand everything through, as if they were not there;
+- `blocks`: a file; rounds then run in blocks of `BLOCK_ROUNDS`, in which the governor's hooks
+  work, or hand everything through as if they were not there, and what each block took is added to
+  that file as a JSON line; null: they work all the time;
 - `log`: whether the decision log is written;
 - `accept_rate`: each draft is accepted with this chance, request by request; null leaves SGLang's
   own simulation (`SGLANG_SIMULATE_ACC_LEN`), which has to be on.
@@ -17,6 +19,11 @@ import threading
 import time
 
 CYCLE_ROUNDS = 24
+BLOCK_ROUNDS = 16
+SETTLING_ROUNDS = 4
+"""Rounds at the start of a block that are not counted: one of the block before is still running."""
+ABBA = (False, True, True, False)
+"""Whether the hooks are bypassed, by block: any steady drift falls on both alike."""
 POLL_S = 0.1
 
 
@@ -25,7 +32,7 @@ class Control:
 
     def __init__(self, file):
         self._file = pathlib.Path(file)
-        self.said = {"tiers": "policy", "accept_rate": None, "bypass": False, "log": True}
+        self.said = {"tiers": "policy", "accept_rate": None, "blocks": None, "log": True}
         threading.Thread(target=self._poll, daemon=True).start()
 
     def _poll(self):
@@ -47,26 +54,101 @@ def register():
     control_acceptance(control)
 
 
+class Blocks:
+    """Says which rounds the hooks are bypassed in, and times the blocks of them."""
+
+    def __init__(self):
+        self._file = None
+        self._launches = 0
+        self._block = None  # of the launch that is being made
+        self._of_result = {}  # block by the identity of its result, which lives until processed
+        self._timed = None  # what the block of the last result has so far
+        self._last_s = None
+
+    def launch(self, file, decode):
+        """Note a launch; return whether to bypass the hooks."""
+        if file != self._file:
+            self._file, self._launches = file, 0
+        self._block = None
+        if file is not None and decode:
+            self._block = self._launches // BLOCK_ROUNDS
+            self._launches += 1
+        return self._bypasses(self._block)
+
+    def launched(self, result):
+        """Note the result that the launch will have."""
+        self._of_result[id(result)] = self._block
+
+    def bypassed(self, result):
+        """Tell whether the hooks were bypassed at the launch of a result."""
+        return self._bypasses(self._of_result.get(id(result)))
+
+    def processed(self, result, batch_size):
+        """Time the round of a result, from the result before."""
+        now_s = time.perf_counter()
+        block = self._of_result.pop(id(result), None)
+        timed = self._timed
+        if timed is not None and (block is None or block != timed["block"]):
+            if self._file is not None and timed["rounds"] == BLOCK_ROUNDS:
+                with open(self._file, "a") as stream:
+                    stream.write(json.dumps(timed) + "\n")
+                now_s = time.perf_counter()
+            timed = self._timed = None
+        if block is not None:
+            if timed is None:
+                timed = self._timed = {
+                    "block": block, "bypassed": self._bypasses(block), "batch_size": batch_size,
+                    "width": result.speculative_num_draft_tokens,
+                    "rounds": 0, "timed_rounds": 0, "tokens": 0, "seconds": 0.0,
+                }  # fmt: skip
+            if (timed["batch_size"], timed["width"]) != (
+                batch_size,
+                result.speculative_num_draft_tokens,
+            ):
+                timed["batch_size"] = None  # Not of one kind: of no use.
+            if timed["rounds"] >= SETTLING_ROUNDS:
+                timed["timed_rounds"] += 1
+                timed["seconds"] += now_s - self._last_s
+                timed["tokens"] += batch_size + sum(result.num_correct_drafts_per_req_cpu or ())
+            timed["rounds"] += 1
+        self._last_s = now_s
+
+    @staticmethod
+    def _bypasses(block):
+        return block is not None and ABBA[block % len(ABBA)]
+
+
 def control_driver(control):
     """Let the control take the hooks out. SGLang must load this plugin before the governor's."""
     from engine_hooks.driver import Driver
 
     run, process = Driver.run_batch, Driver.process_batch_result
     logs = []
+    blocks = Blocks()
 
-    def run_batch(self, original, *args, **kwargs):
-        if control.said["bypass"]:
-            return original(*args, **kwargs)
+    def run_batch(self, original, scheduler, batch, *args, **kwargs):
+        if blocks.launch(control.said["blocks"], batch.forward_mode.is_decode()):
+            result = original(scheduler, batch, *args, **kwargs)
+        else:
+            result = governed(self, original, scheduler, batch, *args, **kwargs)
+        blocks.launched(result)
+        return result
+
+    def governed(self, original, *args, **kwargs):
         if self.decisions is not None:
             logs.append(self.decisions)
         self.decisions = logs[0] if logs and control.said["log"] else None
         del logs[1:]
         return run(self, original, *args, **kwargs)
 
-    def process_batch_result(self, original, *args, **kwargs):
-        if control.said["bypass"]:
-            return original(*args, **kwargs)
-        return process(self, original, *args, **kwargs)
+    def process_batch_result(self, original, scheduler, batch, result, *args, **kwargs):
+        size = len(batch.reqs)
+        if blocks.bypassed(result):
+            returned = original(scheduler, batch, result, *args, **kwargs)
+        else:
+            returned = process(self, original, scheduler, batch, result, *args, **kwargs)
+        blocks.processed(result, size)
+        return returned
 
     Driver.run_batch, Driver.process_batch_result = run_batch, process_batch_result
 

@@ -14,11 +14,11 @@ import json
 import random
 import re
 import shutil
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from blocks import share_kept
 from servers import POLICY, ControlFile, Server, cpu, generate, get, h200, session
 
 
@@ -30,7 +30,6 @@ class Plan:
     depths: tuple
     batches: tuple  # of the fixed depths: (batch size, output tokens)
     overhead: tuple  # (batch size, output tokens)
-    overhead_cycles: int
     trace: tuple  # (prompt tokens, batch size, output tokens)
     stages: tuple  # (clients, seconds, accept rate)
     arms: tuple
@@ -40,8 +39,7 @@ GPU = Plan(
     platform=h200,
     depths=(None, 1, 3, 7),
     batches=((1, 600), (8, 600), (32, 500), (64, 450), (128, 400), (256, 360)),
-    overhead=((8, 600), (64, 400), (256, 220)),
-    overhead_cycles=4,
+    overhead=((1, 6000), (8, 6000), (64, 4000), (240, 2000)),
     trace=(
         *((512, size, 800) for size in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
         *((2048, size, 650) for size in (1, 8, 32, 64, 96)),
@@ -57,8 +55,7 @@ CPU = Plan(
     platform=cpu,
     depths=(None, 3),
     batches=((1, 60), (4, 60)),
-    overhead=((2, 40), (4, 40)),
-    overhead_cycles=1,
+    overhead=((2, 700), (4, 700)),
     trace=((32, 1, 200), (64, 4, 200)),
     stages=((1, 2, 0.8), (4, 3, 0.6), (1, 2, 0.8)),
     arms=("policy", "cold"),
@@ -128,7 +125,7 @@ async def warm_up(server):
 
 
 def overhead(plan, control, server):
-    """Compare one depth with all of the plugin and without it, interleaved in one server.
+    """Compare one depth with all of the plugin and without it, in alternating blocks of rounds.
 
     With it, the policy decides, the guard measures, and trace and metrics are recorded; what runs
     is the same. The decision log, which is for finding faults, is off.
@@ -136,24 +133,16 @@ def overhead(plan, control, server):
     rows = []
     rng = random.Random(2)
     for size, num_tokens in plan.overhead:
-        rates = {True: [], False: []}
-        for bypass in (True, False, *(True, False, False, True) * plan.overhead_cycles):
-            control.say("3", bypass=bypass, log=False)
-            prompt_tokens = 64 if plan is CPU else 512
-            rates[bypass].append(asyncio.run(batch(server, rng, size, prompt_tokens, num_tokens)))
-        pairs = list(zip(rates[True][1:], rates[False][1:], strict=True))  # the first: warm-up
-        ratios = [governed / alone for alone, governed in pairs]
-        mean = statistics.fmean(ratios)
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        rows.append(
-            {
-                "batch_size": size,
-                "pairs_tokens_per_s": [[round(x, 1) for x in pair] for pair in pairs],
-                "ratio": round(mean, 4),
-                "standard_error": round(error, 4),
-            }
-        )
-        print(f"overhead: batch {size}: with/without {mean:.4f} +- {error:.4f}", flush=True)
+        file = control.path.with_name(f"blocks-{size}.jsonl")
+        control.say("3", blocks=str(file), log=False)
+        before = asyncio.run(governor_metrics(server))["governor_fallbacks_total"]
+        asyncio.run(batch(server, rng, size, 64 if plan is CPU else 512, num_tokens))
+        control.say("3", log=False)
+        after = asyncio.run(governor_metrics(server))["governor_fallbacks_total"]
+        blocks = [json.loads(line) for line in file.read_text().splitlines()]
+        row = {"batch_size": size, "fallbacks": after - before, **share_kept(blocks, size, 4)}
+        rows.append(row)
+        print(f"overhead: {row}", flush=True)
     return rows
 
 
@@ -174,10 +163,11 @@ def full_trace(plan, control, server):
 class Load:
     """Clients that send one request after the other; their number rises and falls."""
 
-    def __init__(self, server, small):
+    def __init__(self, server, small, seed):
         self._server = server
         self._small = small
-        self._rng = random.Random(4)
+        # Each load has prompts of its own: the prefix cache would give the later ones a start.
+        self._rng = random.Random(seed)
         self._shared = prompt(self._rng, 32 if small else 256)
         self._wanted = 0
         self._tasks = set()
@@ -245,10 +235,10 @@ def under_load(plan, control, server):
     """Run the same load under the policy and under fixed tiers; say what ran when."""
     arms = []
     decisions = control.path.with_name("decisions.jsonl")
-    for arm in plan.arms:
+    for seed, arm in enumerate(plan.arms, start=100):
         time.sleep(1.5)
         known = len(decisions.read_text().splitlines())
-        load = Load(server, plan is CPU)
+        load = Load(server, plan is CPU, seed)
         stages = asyncio.run(load.run(plan.stages, lambda rate, arm=arm: control.say(arm, rate)))
         time.sleep(1.5)
         rounds = [json.loads(line) for line in decisions.read_text().splitlines()[known:]]

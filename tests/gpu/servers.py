@@ -178,9 +178,9 @@ class ControlFile:
         self.path = path
         self.say("policy")
 
-    def say(self, tiers, accept_rate=None, bypass=False, log=True):
+    def say(self, tiers, accept_rate=None, blocks=None, log=True):
         """Write what shall be so, and wait until it is."""
-        said = {"tiers": tiers, "accept_rate": accept_rate, "bypass": bypass, "log": log}
+        said = {"tiers": tiers, "accept_rate": accept_rate, "blocks": blocks, "log": log}
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(json.dumps(said))
         unfinished.rename(self.path)
