@@ -32,7 +32,7 @@ from engine_hooks.symbols import (
     requested_mode,
     settings_reply,
 )
-from engine_hooks.tiers import DraftExtendSwitch
+from engine_hooks.tiers import DraftExtendSwitch, RunnableTiers
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,12 @@ class Driver:
         self.context = ContextCounter()
         # Weak: in a server that never decodes them, nothing else would take them out.
         self._prefilled: WeakSet[Any] = WeakSet()
+        self._any_prefilled = False  # Asking the set takes longer.
         self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
         self._last_result_s: float | None = None
         self._last_tier: int | None = None
         self._same_tier_results = 0
+        self._to_measure: list[tuple[Any, ...]] = []
 
     def run_batch(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
@@ -115,7 +117,8 @@ class Driver:
             launch = self._observe(scheduler, batch, started_s)
             if launch is not None and launch.decode and self.governor is not None:
                 self._decide(self.governor, scheduler, batch, launch)
-                launch.decide_s = time.perf_counter() - started_s
+                if launch.asked is not None:
+                    launch.decide_s = time.perf_counter() - started_s
         except Exception:
             self._failed()
         started_s = time.perf_counter()
@@ -212,10 +215,11 @@ class Driver:
         decode = bool(mode.is_decode())
         if not decode and not mode.is_idle() and self.governor is not None:
             self._prefilled.update(prefilled_requests(batch))
+            self._any_prefilled = True
         if not decode and not mode.is_extend():
             return None
         joined = 0
-        if decode and self._prefilled:
+        if decode and self._any_prefilled:
             joined = self._take_joined(batch.reqs)
             if joined:
                 self.context.forget()
@@ -235,6 +239,8 @@ class Driver:
     def _begin_guarded(self, guard: Guard) -> None:
         """Count the round; a guard that cannot reach the other ranks is of no use any more."""
         try:
+            if guard.judges_next:
+                self._add_measured(guard)
             guard.begin_round()
         except Exception:
             self.guard = None
@@ -272,6 +278,7 @@ class Driver:
         """
         joined = [request for request in requests if request in self._prefilled]
         self._prefilled.difference_update(joined)
+        self._any_prefilled = len(self._prefilled) > 0
         return len(joined)
 
     def _after(self, launch: Launch) -> None:
@@ -280,15 +287,25 @@ class Driver:
             launch.num_steps = None if width is None else width - 1
             launch.keeps_warm = bool(launch.num_steps) or self._draft_extend.keeps_warm
             if self.governor is not None and launch.num_steps is not None:
-                launch.tier = self.governor.tiers.index_of(
-                    launch.num_steps, launch.keeps_warm, launch.asked
-                )
+                launch.tier = self._tier_of(self.governor.tiers, launch)
                 launch.cold_start = self.governor.launched(
-                    launch.tier, launch.num_steps, launch.keeps_warm
+                    launch.tier, launch.num_steps, launch.keeps_warm, launch.batch_size
                 )
                 ran = self.governor.tiers.tiers[launch.tier].name
                 self.summary.add(ran, launch.asked == launch.tier, self.fallbacks)
         self._launches.append(launch)
+
+    @staticmethod
+    def _tier_of(tiers: RunnableTiers, launch: Launch) -> int:
+        """Return the tier that ran, which is mostly the one that was asked for."""
+        asked, steps = launch.asked, launch.num_steps or 0
+        if (
+            asked is not None
+            and tiers.num_steps[asked] == steps
+            and tiers.keeps_warm[asked] == launch.keeps_warm
+        ):
+            return asked
+        return tiers.index_of(steps, launch.keeps_warm, asked)
 
     def _launch_of(self, result: Any) -> Launch | None:
         """Take out the launch with this result, and any before it: they will have none."""
@@ -335,17 +352,28 @@ class Driver:
         self._last_tier = launch.tier
         if not guard.measures or launch.tier is None or not after_decode or self.governor is None:
             return
-        guard.measured(
-            launch.tier,
-            launch.batch_size,
-            launch.batch_size + (sum(correct) if correct else 0),
-            round_s,
-            self.governor.predicted_s(launch.batch_size, launch.context_tokens),
-            launch.asked == launch.tier and not launch.forced,
-            # The first result of a tier ends the time of another, and under the overlap schedule
-            # the host prepared the second one while that was still running.
-            self._same_tier_results >= 3,
+        self._to_measure.append(
+            (
+                launch.tier,
+                launch.batch_size,
+                launch.batch_size + (sum(correct) if correct else 0),
+                round_s,
+                launch.context_tokens,
+                launch.asked == launch.tier and not launch.forced,
+                # The first result of a tier ends the time of another, and under the overlap
+                # schedule the host prepared the second one while that was still running.
+                self._same_tier_results >= 3,
+            )
         )
+
+    def _add_measured(self, guard: Guard) -> None:
+        """Hand over what was measured: many rounds at once run from the caches, one does not."""
+        rows, self._to_measure = self._to_measure, []
+        if self.governor is None:
+            return
+        for tier, batch_size, tokens, seconds, context_tokens, chosen, steady in rows:
+            predicted_s = self.governor.predicted_s(batch_size, context_tokens)
+            guard.measured(tier, batch_size, tokens, seconds, predicted_s, chosen, steady)
 
     def _round_count(self, launch: Launch, correct: list[int] | None) -> RoundCount:
         steps = launch.num_steps or 0

@@ -12,6 +12,7 @@
   own simulation (`SGLANG_SIMULATE_ACC_LEN`), which has to be on.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -19,9 +20,12 @@ import threading
 import time
 
 CYCLE_ROUNDS = 24
-BLOCK_ROUNDS = 16
-SETTLING_ROUNDS = 4
-"""Rounds at the start of a block that are not counted: one of the block before is still running."""
+BLOCK_ROUNDS = 12
+"""So few because the KV cache of an H200 holds some 680 rounds of 256 requests, for 50 blocks."""
+SETTLING_ROUNDS = 3
+"""Rounds at the start of a block that are not timed: one of the block before is still running."""
+LAST_ROUNDS = 1
+"""Rounds at its end that are not: the overlap schedule launches the next block in that time."""
 ABBA = (False, True, True, False)
 """Whether the hooks are bypassed, by block: any steady drift falls on both alike."""
 POLL_S = 0.1
@@ -49,15 +53,37 @@ def register():
     if "CONTROL_FILE" not in os.environ:
         return
     control = Control(os.environ["CONTROL_FILE"])
-    control_driver(control)
+    control_driver(control, time_background())
     control_tiers(control)
     control_acceptance(control)
+
+
+def time_background():
+    """Time the plugin's threads; return a function for the CPU seconds that they had so far."""
+    from engine_hooks.background import BackgroundWriter
+
+    start = BackgroundWriter.__init__
+    taken_s = collections.Counter()
+
+    def timed_start(self, write, *args, **kwargs):
+        def timed(rows):
+            started_s = time.thread_time()
+            try:
+                write(rows)
+            finally:
+                taken_s[threading.get_ident()] += time.thread_time() - started_s
+
+        start(self, timed, *args, **kwargs)
+
+    BackgroundWriter.__init__ = timed_start
+    return lambda: sum(list(taken_s.values()))
 
 
 class Blocks:
     """Says which rounds the hooks are bypassed in, and times the blocks of them."""
 
-    def __init__(self):
+    def __init__(self, background_s):
+        self._background_s = background_s
         self._file = None
         self._launches = 0
         self._block = None  # of the launch that is being made
@@ -90,6 +116,7 @@ class Blocks:
         timed = self._timed
         if timed is not None and (block is None or block != timed["block"]):
             if self._file is not None and timed["rounds"] == BLOCK_ROUNDS:
+                timed["background_s"] = self._background_s() - timed["background_s"]
                 with open(self._file, "a") as stream:
                     stream.write(json.dumps(timed) + "\n")
                 now_s = time.perf_counter()
@@ -100,13 +127,14 @@ class Blocks:
                     "block": block, "bypassed": self._bypasses(block), "batch_size": batch_size,
                     "width": result.speculative_num_draft_tokens,
                     "rounds": 0, "timed_rounds": 0, "tokens": 0, "seconds": 0.0,
+                    "background_s": self._background_s(),
                 }  # fmt: skip
             if (timed["batch_size"], timed["width"]) != (
                 batch_size,
                 result.speculative_num_draft_tokens,
             ):
                 timed["batch_size"] = None  # Not of one kind: of no use.
-            if timed["rounds"] >= SETTLING_ROUNDS:
+            if SETTLING_ROUNDS <= timed["rounds"] < BLOCK_ROUNDS - LAST_ROUNDS:
                 timed["timed_rounds"] += 1
                 timed["seconds"] += now_s - self._last_s
                 timed["tokens"] += batch_size + sum(result.num_correct_drafts_per_req_cpu or ())
@@ -118,13 +146,13 @@ class Blocks:
         return block is not None and ABBA[block % len(ABBA)]
 
 
-def control_driver(control):
+def control_driver(control, background_s):
     """Let the control take the hooks out. SGLang must load this plugin before the governor's."""
     from engine_hooks.driver import Driver
 
     run, process = Driver.run_batch, Driver.process_batch_result
     logs = []
-    blocks = Blocks()
+    blocks = Blocks(background_s)
 
     def run_batch(self, original, scheduler, batch, *args, **kwargs):
         if blocks.launch(control.said["blocks"], batch.forward_mode.is_decode()):
@@ -143,8 +171,11 @@ def control_driver(control):
 
     def process_batch_result(self, original, scheduler, batch, result, *args, **kwargs):
         size = len(batch.reqs)
+        # As at its launch: the driver would miss the launch of a result that it alone saw.
         if blocks.bypassed(result):
             returned = original(scheduler, batch, result, *args, **kwargs)
+            # Else the trace and the guard would take the whole block for the next round's time.
+            self._last_result_s = time.perf_counter()
         else:
             returned = process(self, original, scheduler, batch, result, *args, **kwargs)
         blocks.processed(result, size)

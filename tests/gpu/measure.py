@@ -29,7 +29,7 @@ class Plan:
     platform: object
     depths: tuple
     batches: tuple  # of the fixed depths: (batch size, output tokens)
-    overhead: tuple  # (batch size, output tokens)
+    overhead: tuple  # (batch size, output tokens, times)
     trace: tuple  # (prompt tokens, batch size, output tokens)
     stages: tuple  # (clients, seconds, accept rate)
     arms: tuple
@@ -39,7 +39,7 @@ GPU = Plan(
     platform=h200,
     depths=(None, 1, 3, 7),
     batches=((1, 600), (8, 600), (32, 500), (64, 450), (128, 400), (256, 360)),
-    overhead=((1, 6000), (8, 6000), (64, 4000), (240, 2000)),
+    overhead=((1, 5000, 1), (8, 3000, 4), (64, 2000, 2), (240, 2000, 1)),
     trace=(
         *((512, size, 800) for size in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
         *((2048, size, 650) for size in (1, 8, 32, 64, 96)),
@@ -55,7 +55,7 @@ CPU = Plan(
     platform=cpu,
     depths=(None, 3),
     batches=((1, 60), (4, 60)),
-    overhead=((2, 700), (4, 700)),
+    overhead=((2, 500, 1), (4, 250, 2)),
     trace=((32, 1, 200), (64, 4, 200)),
     stages=((1, 2, 0.8), (4, 3, 0.6), (1, 2, 0.8)),
     arms=("policy", "cold"),
@@ -112,6 +112,8 @@ def governed(plan, out, parts):
                 report[part] = measure(plan, control, server)
                 # What was measured so far is kept, whatever happens to the rest.
                 (out / "governed.json").write_text(json.dumps(report, indent=1) + "\n")
+    if any(row["fallbacks"] for row in report.get("overhead", ())):
+        raise SystemExit("the governor failed while its overhead was measured: see governed.log")
 
 
 async def warm_up(server):
@@ -132,11 +134,13 @@ def overhead(plan, control, server):
     """
     rows = []
     rng = random.Random(2)
-    for size, num_tokens in plan.overhead:
+    for size, num_tokens, times in plan.overhead:
         file = control.path.with_name(f"blocks-{size}.jsonl")
+        file.unlink(missing_ok=True)
         control.say("3", blocks=str(file), log=False)
         before = asyncio.run(governor_metrics(server))["governor_fallbacks_total"]
-        asyncio.run(batch(server, rng, size, 64 if plan is CPU else 512, num_tokens))
+        for _ in range(times):
+            asyncio.run(batch(server, rng, size, 64 if plan is CPU else 512, num_tokens))
         control.say("3", log=False)
         after = asyncio.run(governor_metrics(server))["governor_fallbacks_total"]
         blocks = [json.loads(line) for line in file.read_text().splitlines()]
