@@ -77,6 +77,8 @@ for _function in (
     acceptance.estimate_accept_len,
     memory.reset_memory,
     memory.record_join,
+    memory.record_turnover,
+    memory.completion_rate,
     memory.record_launch,
     memory.record_result,
     features.digest_evidence,

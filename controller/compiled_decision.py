@@ -35,6 +35,7 @@ from controller.tiers import MAX_NUM_STEPS
 
 Array = Any
 """A NumPy array; Numba looks at its type, and the controller's functions are typed for lists."""
+NO_LAUNCH = (-1, 0, False, 0)
 NOT_FINITE = -1
 """What the decision kernel returns if an entry of the observation is not finite."""
 
@@ -57,6 +58,16 @@ def _parts(state: Array, num_tiers: int) -> tuple[Array, ...]:
         state[digest:work],
         state[work:],
     )
+
+
+@register_jitable
+def _launch(
+    state: Array, num_tiers: int, tier: int, steps: int, keeps_draft_warm: bool, batch_size: int
+) -> None:
+    """Record a launch, unless the tier is negative: then there is none to record."""
+    if tier >= 0:
+        memory, _, _, recent, ages, _, _ = _parts(state, num_tiers)
+        record_launch(memory, ages, recent, tier, steps, keeps_draft_warm, batch_size)
 
 
 @register_jitable
@@ -123,7 +134,12 @@ def _decide(
     queue_depth: int,
     context_tokens: int,
     kv_use: float,
+    launched_tier: int,
+    launched_steps: int,
+    launched_warm: bool,
+    launched_batch: int,
     max_running_requests: int,
+    prefill_s: float,
     costs: Array,
     num_steps: Array,
     state: Array,
@@ -142,7 +158,12 @@ def _decide(
         queue_depth: The same.
         context_tokens: The same.
         kv_use: The same.
+        launched_tier: See :func:`_launch`, like the next three.
+        launched_steps: The same.
+        launched_warm: The same.
+        launched_batch: The same.
         max_running_requests: The same.
+        prefill_s: The same.
         costs: ``(max_running_requests + 2, K)`` seconds by batch size; the last row is seconds a
             context token.
         num_steps: ``(K,)``.
@@ -158,6 +179,7 @@ def _decide(
         The tier, or ``NOT_FINITE``.
     """
     num_tiers = len(num_steps)
+    _launch(state, num_tiers, launched_tier, launched_steps, launched_warm, launched_batch)
     memory, _, _, _, ages, digest, work = _parts(state, num_tiers)
     step_s = work[:num_tiers]
     row = costs[min(batch_size, max_running_requests)]
@@ -175,34 +197,44 @@ def _decide(
         ages,
         num_steps,
         step_s,
+        prefill_s,
         digest,
     )
     return _best_tier(observation, num_tiers, weights, hidden, second, work)
 
 
-def _join(state: Array, num_steps: Array, num_joined: int, batch_size: int) -> None:
-    """Record that requests joined, and digest the evidence."""
+def _join(
+    state: Array,
+    num_steps: Array,
+    launched_tier: int,
+    launched_steps: int,
+    launched_warm: bool,
+    launched_batch: int,
+    num_joined: int,
+    batch_size: int,
+) -> None:
+    """Record the launch before it and that requests joined, and digest the evidence."""
+    _launch(state, len(num_steps), launched_tier, launched_steps, launched_warm, launched_batch)
     memory, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
     record_join(memory, tries, successes, num_joined, batch_size)
     digest_evidence(digest, tries, successes, recent, num_steps)
-
-
-def _launch(state: Array, num_tiers: int, tier: int, steps: int, keeps_draft_warm: bool) -> bool:
-    """Record a launch."""
-    memory, _, _, _, ages, _, _ = _parts(state, num_tiers)
-    return record_launch(memory, ages, tier, steps, keeps_draft_warm)
 
 
 def _result(
     state: Array,
     num_steps: Array,
     histogram: Array,
+    launched_tier: int,
+    launched_steps: int,
+    launched_warm: bool,
+    launched_batch: int,
     tier: int,
     steps: int,
     cold_start: bool,
     num_correct: Array,
 ) -> None:
-    """Record a result, and digest the evidence."""
+    """Record the launch before it and a result, and digest the evidence."""
+    _launch(state, len(num_steps), launched_tier, launched_steps, launched_warm, launched_batch)
     _, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
     histogram[:] = 0
     for count in num_correct:
@@ -215,12 +247,15 @@ def _result(
 _CACHE = cache_folder(HERE, (HERE,))
 _decide_kernel = compile_kernel(_decide, _CACHE)
 _join_kernel = compile_kernel(_join, _CACHE)
-_launch_kernel = compile_kernel(_launch, _CACHE)
 _result_kernel = compile_kernel(_result, _CACHE)
 
 
 class CompiledDecision:
-    """Memory and network of one server; the counterpart of ``controller.decision.ListDecision``."""
+    """Memory and network of one server; the counterpart of ``controller.decision.ListDecision``.
+
+    A call of compiled code costs more than what it computes, above all in a server whose other work
+    has emptied the caches. So a launch is only noted, and recorded by whatever is called next.
+    """
 
     def __init__(
         self,
@@ -228,6 +263,7 @@ class CompiledDecision:
         num_steps: Sequence[int],
         base_s: Array,
         context_s: Array,
+        prefill_s: float,
         max_running_requests: int,
         current_tier: int,
     ) -> None:
@@ -256,6 +292,7 @@ class CompiledDecision:
         )
         self._fixed: tuple[Any, ...] = (
             max_running_requests,
+            prefill_s,
             np.ascontiguousarray(np.vstack((base_s, context_s)), np.float64),
             self._num_steps,
             self._state,
@@ -264,6 +301,8 @@ class CompiledDecision:
             hidden,
             second,
         )
+        self._pending: tuple[int, int, bool, int] = NO_LAUNCH
+        self._stale = False
         self._reset(current_tier)
         self._rehearse()
         self._reset(current_tier)
@@ -272,13 +311,14 @@ class CompiledDecision:
         memory, tries, successes, recent, ages, digest, _ = _parts(self._state, self._num_tiers)
         reset_memory(memory, tries, successes, recent, ages, current_tier)
         digest_evidence(digest, tries, successes, recent, self._num_steps)
+        self._pending, self._stale = NO_LAUNCH, False
 
     def _rehearse(self) -> None:
         """Call everything once, so that no request waits for a compiler."""
         tier = self.choose(1, 0, 1, 0.0)
         self.joined(1, 1)
         steps = int(self._num_steps[tier])
-        self.launched(tier, steps, True)
+        self.launched(tier, steps, True, 1)
         self.result(tier, steps, False, b"\0")
 
     @property
@@ -297,25 +337,36 @@ class CompiledDecision:
         Raises:
             SpecGovernorError: If an entry of the observation is not finite.
         """
-        tier: int = _decide_kernel(batch_size, queue_depth, context_tokens, kv_use, *self._fixed)
+        pending, self._pending = self._pending, NO_LAUNCH
+        tier: int = _decide_kernel(
+            batch_size, queue_depth, context_tokens, kv_use, *pending, *self._fixed
+        )
         if tier == NOT_FINITE:
             return self._policy.choose(self._observation)  # Names the entry in its error.
         return tier
 
     def joined(self, num_joined: int, batch_size: int) -> None:
         """Note that requests were prefilled into what is now a batch of ``batch_size``."""
-        _join_kernel(self._state, self._num_steps, num_joined, batch_size)
+        pending, self._pending = self._pending, NO_LAUNCH
+        _join_kernel(self._state, self._num_steps, *pending, num_joined, batch_size)
 
-    def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
+    def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note the round that runs now; return whether it drafts on a stale draft state."""
-        return bool(_launch_kernel(self._state, self._num_tiers, tier, num_steps, keeps_warm))
+        if self._pending is not NO_LAUNCH:  # Another one, with nothing in between.
+            self.joined(0, batch_size)
+        self._pending = (tier, num_steps, keeps_warm, batch_size)
+        cold_start = self._stale and num_steps > 0
+        self._stale = num_steps == 0 and not keeps_warm
+        return cold_start
 
     def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
         """Add the correct drafts of each row of a round."""
+        pending, self._pending = self._pending, NO_LAUNCH
         _result_kernel(
             self._state,
             self._num_steps,
             self._histogram,
+            *pending,
             tier,
             num_steps,
             cold_start,

@@ -44,7 +44,7 @@ class Decision(Protocol):
     def joined(self, num_joined: int, batch_size: int) -> None:
         """Note that requests joined the batch."""
 
-    def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
+    def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note a launch; return whether it drafts on a stale draft state."""
 
     def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
@@ -60,6 +60,7 @@ class ListDecision:
         num_steps: Sequence[int],
         base_s: NDArray[np.float64],
         context_s: NDArray[np.float64],
+        prefill_s: float,
         max_running_requests: int,
         current_tier: int,
     ) -> None:
@@ -70,10 +71,12 @@ class ListDecision:
             num_steps: ``(K,)`` draft steps of each tier.
             base_s: ``(max_running_requests + 1, K)`` seconds of a round by batch size and tier.
             context_s: ``(K,)`` further seconds a context token.
+            prefill_s: Fixed seconds of a prefill batch.
             max_running_requests: The server's limit.
             current_tier: The tier that the server starts with.
         """
         self._policy = policy
+        self._prefill_s = prefill_s
         self._max_running_requests = max_running_requests
         self._base_s: list[list[float]] = base_s.tolist()
         self._context_s: list[float] = context_s.tolist()
@@ -130,6 +133,7 @@ class ListDecision:
             self._ages,
             self._num_steps,
             step_s,
+            self._prefill_s,
             self._digest,
         )
         return self._policy.choose(self._observation)
@@ -139,9 +143,11 @@ class ListDecision:
         record_join(self._memory, self._tries, self._successes, num_joined, batch_size)
         self._digest_evidence()
 
-    def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
+    def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note the round that runs now; return whether it drafts on a stale draft state."""
-        return record_launch(self._memory, self._ages, tier, num_steps, keeps_warm)
+        return record_launch(
+            self._memory, self._ages, self._recent, tier, num_steps, keeps_warm, batch_size
+        )
 
     def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
         """Add the correct drafts of each row of a round, a byte each."""
@@ -158,6 +164,7 @@ def make_decision(
     num_steps: Sequence[int],
     base_s: NDArray[np.float64],
     context_s: NDArray[np.float64],
+    prefill_s: float,
     max_running_requests: int,
     current_tier: int,
 ) -> Decision:
@@ -169,10 +176,12 @@ def make_decision(
         from controller.compiled_decision import CompiledDecision
 
         return CompiledDecision(
-            policy, num_steps, base_s, context_s, max_running_requests, current_tier
+            policy, num_steps, base_s, context_s, prefill_s, max_running_requests, current_tier
         )
     except ImportError:
         logger.info("Numba is not installed: decisions are made in plain Python")
     except Exception:
         logger.warning("Numba failed: decisions are made in plain Python", exc_info=True)
-    return ListDecision(policy, num_steps, base_s, context_s, max_running_requests, current_tier)
+    return ListDecision(
+        policy, num_steps, base_s, context_s, prefill_s, max_running_requests, current_tier
+    )

@@ -5,6 +5,12 @@ len(TIER_FEATURES)`` numbers: the global features, then the features of the firs
 of the second, and so on. All are clipped to the range in the tables below. Costs enter only as
 ratios between tiers, so one policy reads any calibration. Every input is a count, a calibrated
 constant or an accept result: equal on all tensor-parallel ranks, and never a clock reading.
+
+Round time. A round that completes a request lets the next one in, whose prefill batch interrupts
+decoding for a fixed time, shared by all that complete in one round. With ``n`` tokens a round and
+``1 / L`` completed requests a token, some request completes with probability ``1 - exp(-n / L)``
+(Poisson), so that share of a prefill batch's fixed time counts as part of the round. That favours
+deep rounds where requests are short and batches large; without it the policy stops too early.
 """
 
 import math
@@ -18,6 +24,7 @@ from controller.memory import (
     JOINED,
     ROUNDS_SINCE_SPECULATION,
     ROUNDS_SINCE_SWITCH,
+    completion_rate,
 )
 from controller.tiers import MAX_NUM_STEPS, OFF_KINDS
 
@@ -64,7 +71,7 @@ TIER_FEATURES = (
     Feature("off", "flag", 0, 1, "1 if the tier does not draft"),
     Feature("num_steps", "draft steps", 0, 1, "draft steps / 7"),
     Feature("current", "flag", 0, 1, "1 if the tier was launched last"),
-    Feature("cost", "log ratio", -3, 3, "ln(round time / round time of the first tier)"),
+    Feature("cost", "log ratio", -3, 3, "ln(round time / first tier's), with its share of prefill"),
     Feature("gain_fast", "log ratio", -10, 0, "10 ln(tokens/s / best tier's), fast scale"),
     Feature("gain_medium", "log ratio", -10, 0, "the same, medium scale"),
     Feature("gain_slow", "log ratio", -10, 0, "the same, slow scale"),
@@ -127,7 +134,8 @@ def fill_observation(
     recent_accept_len: Sequence[float],
     ages: Sequence[float],
     num_steps: Sequence[int],
-    step_s: Sequence[float],
+    step_s: MutableSequence[float],
+    prefill_s: float,
     scratch: MutableSequence[float],
 ) -> None:
     """Fill one observation. Runs on lists in the server and compiled over arrays in ``env/``.
@@ -145,7 +153,9 @@ def fill_observation(
         recent_accept_len: ``(K,)`` tokens, bonus included.
         ages: ``(K,)`` rounds since each tier ran.
         num_steps: ``(K,)`` draft steps of each tier, ascending; 0 is off.
-        step_s: ``(K,)`` predicted round time of each tier at this batch and context, seconds.
+        step_s: ``(K,)`` predicted round time of each tier at this batch and context, seconds; on
+            return with its share of the prefill batches that interrupt decoding.
+        prefill_s: Fixed time of a prefill batch, seconds.
         scratch: ``(SCRATCH_SIZE,)`` work space.
     """
     digest_evidence(scratch, tries, successes, recent_accept_len, num_steps)
@@ -160,6 +170,7 @@ def fill_observation(
         ages,
         num_steps,
         step_s,
+        prefill_s,
         scratch,
     )
 
@@ -204,7 +215,8 @@ def fill_digested(
     memory: Sequence[float],
     ages: Sequence[float],
     num_steps: Sequence[int],
-    step_s: Sequence[float],
+    step_s: MutableSequence[float],
+    prefill_s: float,
     digest: Sequence[float],
 ) -> None:
     """Fill one observation from a digest; the arguments are those of :func:`fill_observation`.
@@ -214,6 +226,7 @@ def fill_digested(
     """
     log2 = math.log2
     log = math.log
+    exp = math.exp
     current = int(memory[CURRENT_TIER])
     current_steps = num_steps[current]
 
@@ -237,6 +250,13 @@ def fill_digested(
     out[9] = x if x < 1.0 else 1.0
     for index in range(2 * NUM_SCALES):
         out[10 + index] = digest[RATE + index]
+
+    # The medium scale serves all three: how many tokens a round makes matters little to the share.
+    lengths = MAX_NUM_STEPS + 1
+    tokens_to_share = -batch_size * completion_rate(memory)
+    for k in range(len(num_steps)):
+        tokens = digest[lengths + num_steps[k]]
+        step_s[k] += prefill_s * (1.0 - exp(tokens * tokens_to_share))
 
     # Three scores a tier, in ln(tokens/s) off by a constant: what counts is how far behind the best
     # they are. ``out`` does not keep them; it may be float32, whose differences have few digits.

@@ -19,7 +19,20 @@ STALE_ROUNDS = 3
 """Rounds that left the draft's KV behind, since it was last extended."""
 JOINED = 4
 """Requests that joined the batch since the last speculative round."""
-NUM_MEMORY = 5
+BATCH = 5
+"""Requests of the round that was launched last."""
+JUST_JOINED = 6
+"""Requests that joined the batch since that round."""
+COMPLETED = 7
+"""Requests that left the batch, of late."""
+TOKENS = 8
+"""Output tokens of the rounds that they left in, as far as the launches tell."""
+NUM_MEMORY = 9
+
+LATE_REQUESTS = 32.0
+"""How many completed requests are remembered, exponentially weighted."""
+USUAL_TOKENS = 512.0
+"""Output tokens of a request, until some are known: they count as one completed request."""
 
 FAR = 1e6
 """Age, in rounds, of what has never happened."""
@@ -63,22 +76,61 @@ def record_join(
 ) -> None:
     """Note that ``num_joined`` requests were prefilled into a batch that is now ``batch_size``."""
     memory[JOINED] += num_joined
+    memory[JUST_JOINED] += num_joined
     observe_join(tries, successes, min(num_joined / max(batch_size, 1), 1.0))
+
+
+def record_turnover(memory: MutableSequence[float], accept_len: float, batch_size: int) -> None:
+    """Note how many requests left the batch since the last launch, and what it made meanwhile.
+
+    Only counts of launches are read: accept results come one launch late under the overlap
+    schedule, and rounds without drafts have none.
+
+    Args:
+        memory: ``(NUM_MEMORY,)``.
+        accept_len: Mean accept length that the round launched last is taken to have had.
+        batch_size: Requests of the round that is launched now.
+    """
+    left = memory[BATCH] + memory[JUST_JOINED] - batch_size
+    if left < 0.0:
+        left = 0.0
+    keep = LATE_REQUESTS / (LATE_REQUESTS + left)
+    memory[COMPLETED] = keep * (memory[COMPLETED] + left)
+    memory[TOKENS] = keep * (memory[TOKENS] + memory[BATCH] * accept_len)
+    memory[BATCH] = batch_size
+    memory[JUST_JOINED] = 0.0
+
+
+def completion_rate(memory: Sequence[float]) -> float:
+    """Return how many requests complete for each output token: 1 / mean output length."""
+    return (memory[COMPLETED] + 1.0) / (memory[TOKENS] + USUAL_TOKENS)
 
 
 def record_launch(
     memory: MutableSequence[float],
     ages: MutableSequence[float],
+    recent_accept_len: Sequence[float],
     tier: int,
     num_steps: int,
     keeps_draft_warm: bool,
+    batch_size: int,
 ) -> bool:
     """Note that a decode round was launched.
+
+    Args:
+        memory: ``(NUM_MEMORY,)``.
+        ages: ``(num_tiers,)``.
+        recent_accept_len: ``(num_tiers,)``, see :func:`record_result`.
+        tier: The tier that runs.
+        num_steps: Its draft steps.
+        keeps_draft_warm: Whether it extends the draft's KV.
+        batch_size: Requests of the round.
 
     Returns:
         Whether this round drafts on a stale draft state: the first speculative round after rounds
         that left the draft's KV behind. Its result says little about what follows.
     """
+    record_turnover(memory, recent_accept_len[int(memory[CURRENT_TIER])], batch_size)
     if memory[CURRENT_TIER] != tier:
         memory[CURRENT_TIER] = tier
         memory[ROUNDS_SINCE_SWITCH] = 0.0

@@ -41,6 +41,7 @@ class Governor:
             self.tiers.num_steps,
             table.base_s.T,
             table.context_s_per_token,
+            checkpoint.calibration.prefill_speculative.base_s,
             max_running_requests,
             self.static_tier,
         )
@@ -87,13 +88,13 @@ class Governor:
         """Note that requests were prefilled into what is now a batch of ``batch_size``."""
         self.decision.joined(num_joined, batch_size)
 
-    def launched(self, tier: int, num_steps: int, keeps_warm: bool) -> bool:
+    def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note the round that runs now.
 
         Returns:
             Whether it drafts on a stale draft state; :meth:`result` needs it.
         """
-        return self.decision.launched(tier, num_steps, keeps_warm)
+        return self.decision.launched(tier, num_steps, keeps_warm, batch_size)
 
     def result(
         self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]

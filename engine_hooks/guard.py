@@ -147,6 +147,11 @@ class Guard:
         """By bucket, or ``ANY``: kind, tier, round in which it ends."""
 
     @property
+    def judges_next(self) -> bool:
+        """Whether the next round begins with a verdict; what was measured must be added before."""
+        return (self._round + 1) % SYNC_ROUNDS == 0
+
+    @property
     def active(self) -> bool:
         """Whether a tier is being forced or tried, at the batch sizes that it is meant for."""
         return bool(self._orders)

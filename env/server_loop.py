@@ -179,7 +179,13 @@ def step_server(state, costs, e, tier):
         server.num_switches += 1
     state.tier_rounds[e, tier] += 1
     cold_start = record_launch(
-        memory, state.ages[e], tier, costs.num_steps[tier], costs.keeps_warm[tier]
+        memory,
+        state.ages[e],
+        state.recent[e],
+        tier,
+        costs.num_steps[tier],
+        costs.keeps_warm[tier],
+        server.num_running,
     )
     # The pending round's result is still unprocessed while this one is put together and runs, and
     # its histogram is overwritten by it: process the statistics first, the finished rows after.
@@ -220,5 +226,6 @@ def observe_server(state, costs, e, out, step_s, scratch):
         state.ages[e],
         costs.num_steps,
         step_s,
+        costs.prefill_base_s[config.cost_row],
         scratch,
     )

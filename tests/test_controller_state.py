@@ -188,8 +188,11 @@ class Memory:
             self.values, self.tries, self.successes, self.recent, self.ages, current
         )
 
-    def launch(self, tier, keeps_warm=True):
-        return record_launch(self.values, self.ages, tier, self.steps[tier], keeps_warm)
+    def launch(self, tier, keeps_warm=True, batch_size=1):
+        steps = self.steps[tier]
+        return record_launch(
+            self.values, self.ages, self.recent, tier, steps, keeps_warm, batch_size
+        )
 
     def join(self, joined, batch):
         record_join(self.values, self.tries, self.successes, joined, batch)
@@ -206,7 +209,7 @@ class Memory:
 
 def test_reset_forgets_everything_but_the_starting_tier():
     after = Memory(current=2)
-    assert after.values == [2.0, 0.0, 0.0, 0.0, 0.0]
+    assert after.values == [2.0] + [0.0] * (NUM_MEMORY - 1)
     assert set(after.tries) == set(after.successes) == {0.0}
     assert after.recent == [1.0] * 3
     assert after.ages == [FAR] * 3
@@ -299,6 +302,37 @@ def test_a_round_without_rows_keeps_the_recent_accept_length():
     assert m.recent == [1.0] * 3
 
 
+def test_turnover_by_hand():
+    m = Memory(current=0)
+    m.launch(0, batch_size=4)
+    assert (m.completed, m.tokens, m.batch) == (0, 0, 4)
+    m.join(2, 6)
+    m.launch(0, batch_size=6)
+    assert (m.completed, m.tokens, m.batch, m.just_joined) == (0, 4, 6, 0)
+    m.join(1, 5)  # two have left
+    m.launch(2, batch_size=5)
+    keep = 32 / 34
+    assert (m.completed, m.tokens) == pytest.approx((2 * keep, 10 * keep))
+    assert memory.completion_rate(m.values) == pytest.approx((2 * keep + 1) / (10 * keep + 512))
+    m.recent[2] = 3.0
+    m.launch(0, batch_size=5)
+    assert m.tokens == pytest.approx(10 * keep + 15)
+
+
+def test_completion_rate_finds_the_mean_output_length():
+    m = Memory(current=0)
+    rng = np.random.default_rng(5)
+    left = rng.geometric(1 / 160, size=64)
+    for _ in range(400):
+        m.launch(0, batch_size=64)
+        left -= 1
+        done = left == 0
+        left[done] = rng.geometric(1 / 160, size=done.sum())
+        if done.any():
+            m.join(int(done.sum()), 64)
+    assert memory.completion_rate(m.values) == pytest.approx(1 / 160, rel=0.35)
+
+
 # Features
 
 
@@ -318,7 +352,10 @@ def situations(draw, max_s=100.0):
         "context_tokens": draw(st.integers(0, 10**10)),
         "kv_use": draw(st.floats(0, 1.5)),
         "max_running_requests": draw(st.integers(1, 8192)),
-        "memory": [float(draw(st.integers(0, num_tiers - 1))), *(draw(rounds) for _ in range(4))],
+        "memory": [
+            float(draw(st.integers(0, num_tiers - 1))),
+            *(draw(rounds) for _ in range(NUM_MEMORY - 1)),
+        ],
         "tries": tries,
         "successes": [t * s for t, s in zip(tries, share, strict=True)],
         "recent_accept_len": draw(
@@ -327,13 +364,15 @@ def situations(draw, max_s=100.0):
         "ages": draw(st.lists(rounds, min_size=num_tiers, max_size=num_tiers)),
         "num_steps": sorted(depths),
         "step_s": draw(st.lists(step_s, min_size=num_tiers, max_size=num_tiers)),
+        "prefill_s": draw(st.floats(0, 1)),
     }
 
 
 def observe(situation):
     """Return the observation as floats: global features, and one row a tier."""
     out = [math.nan] * observation_size(len(situation["num_steps"]))
-    fill_observation(out, **situation, scratch=[math.nan] * SCRATCH_SIZE)
+    given = {**situation, "step_s": list(situation["step_s"])}  # It is changed.
+    fill_observation(out, **given, scratch=[math.nan] * SCRATCH_SIZE)
     values = np.array(out)
     return values[:NUM_GLOBAL], values[NUM_GLOBAL:].reshape(-1, NUM_PER_TIER)
 
@@ -358,6 +397,32 @@ def test_every_feature_is_finite_and_in_its_range(situation):
     assert (values <= np.array(high)).all()
 
 
+def test_round_time_has_its_share_of_prefill_by_hand():
+    situation = {
+        "batch_size": 10,
+        "queue_depth": 0,
+        "context_tokens": 1000,
+        "kv_use": 0.4,
+        "max_running_requests": 62,
+        # 9 requests completed in 1,488 tokens; with the one in 512 that counts as known, 1 in 200.
+        "memory": [0.0, 0.0, 0.0, 0.0, 0.0, 10.0, 0.0, 9.0, 1488.0],
+        "tries": [1e6] * NUM_COUNTS,
+        "successes": [0.5e6] * NUM_COUNTS,
+        "recent_accept_len": [1.0, 2.0],
+        "ages": [0.0, 0.0],
+        "num_steps": [0, 1],
+        "step_s": [0.010, 0.016],
+        "prefill_s": 0.012,
+    }
+    _, tiers = observe(situation)
+    full_s = [0.010 + 0.012 * (1 - math.exp(-10 / 200)), 0.016 + 0.012 * (1 - math.exp(-15 / 200))]
+    cost = [f.name for f in TIER_FEATURES].index("cost")
+    advantage = [f.name for f in TIER_FEATURES].index("advantage")
+    assert tiers[1, cost] == pytest.approx(math.log(full_s[1] / full_s[0]), abs=1e-6)
+    expected = 10 * (math.log(1.5) - math.log(full_s[1] / full_s[0]))
+    assert tiers[1, advantage] == pytest.approx(expected, abs=1e-4)
+
+
 def test_features_by_hand():
     situation = {
         "batch_size": 31,
@@ -365,13 +430,14 @@ def test_features_by_hand():
         "context_tokens": 31 * 1023,
         "kv_use": 0.4,
         "max_running_requests": 62,
-        "memory": [1.0, 15.0, 0.0, 0.0, 5.0],
+        "memory": [1.0, 15.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0.0],
         "tries": [0.0] * NUM_COUNTS,
         "successes": [0.0] * NUM_COUNTS,
         "recent_accept_len": [1.0, 2.0],
         "ages": [63.0, 0.0],
         "num_steps": [0, 3],
         "step_s": [0.010, 0.016],
+        "prefill_s": 0.0,
     }
     shared, tiers = observe(situation)
     values = dict(zip([f.name for f in GLOBAL_FEATURES], shared, strict=True))
@@ -436,6 +502,7 @@ def test_a_tier_knows_other_tiers_only_by_the_best_one(situation, data):
 @settings(max_examples=50, deadline=None)
 def test_a_faster_machine_with_equal_ratios_looks_the_same(situation, factor):
     scaled = dict(situation, step_s=[s * factor for s in situation["step_s"]])
+    scaled["prefill_s"] = situation["prefill_s"] * factor
     for before, after in zip(observe(situation), observe(scaled), strict=True):
         assert after == pytest.approx(before, abs=1e-9)
 
@@ -450,13 +517,14 @@ def test_no_extreme_gives_a_number_out_of_range(count, share, step_s):
         "context_tokens": 2**60,
         "kv_use": 1e9,
         "max_running_requests": 1,
-        "memory": [0.0, 1e300, 1e300, 1e300, 1e300],
+        "memory": [0.0] + [1e300] * (NUM_MEMORY - 1),
         "tries": [count] * NUM_COUNTS,
         "successes": [count * share] * NUM_COUNTS,
         "recent_accept_len": [1.0, 8.0],
         "ages": [1e300, 0.0],
         "num_steps": [0, 7],
         "step_s": [step_s, 1.0],
+        "prefill_s": step_s,
     }
     low, high = observation_bounds(2)
     values = np.concatenate([part.ravel() for part in observe(situation)])
@@ -498,6 +566,7 @@ def test_lists_and_compiled_arrays_agree(simulator, dtype, data):
     state.recent[0] = situation["recent_accept_len"]
     state.ages[0] = situation["ages"]
     costs.base_s[0] = np.array(situation["step_s"])[:, None]
+    costs.prefill_base_s[0] = situation["prefill_s"]
     compiled = np.full((1, observation_size(3)), np.nan, dtype)
     simulator.observe(compiled)
     listed = np.concatenate([part.ravel() for part in observe(situation)])

@@ -29,6 +29,7 @@ def arguments(seed=0, hidden=(16, 8), base_s=None):
         steps,
         table.base_s.T if base_s is None else base_s,
         table.context_s_per_token,
+        0.012,
         MAX_RUNNING,
         3,
     )
@@ -51,7 +52,7 @@ def test_both_forms_choose_alike_through_a_run(hidden):
         chosen.append(tier)
         tier = int(rng.integers(len(TIERS)))  # Not only what one policy likes.
         steps = given[1][tier]
-        cold = {form.launched(tier, steps, steps > 0) for form in forms}
+        cold = {form.launched(tier, steps, steps > 0, batch_size) for form in forms}
         assert len(cold) == 1
         correct = bytes(rng.integers(0, steps + 1, batch_size).tolist())
         for form in forms:
