@@ -147,8 +147,8 @@ def test_shipped_policy_beats_the_threshold_in_every_default_cell():
     assert report["totals"]["oracle_mean_gain"] > 0.04
 
 
-def test_shipped_policy_stays_native_on_the_kimi_table():
-    """On that system speculation loses at every concurrency, and no probing is worth its cost."""
+def test_shipped_policy_costs_nothing_where_speculation_never_pays():
+    """On the Kimi table speculation loses everywhere: a few probes are all that it costs."""
     system = Calibration.load(KIMI)
     deployment = Deployment(system, tiers="native,3", max_running_requests=256)
     # The accept rate whose accept length at 3 steps is the one that the table was read with.
@@ -162,7 +162,8 @@ def test_shipped_policy_stays_native_on_the_kimi_table():
         )
         for n in (1, 5, 30, 100, 250)
     ]
-    shipped = LearnedPolicy(load_checkpoint(SHIPPED).policy)
-    assert evaluate(shipped, cells, [1]).tier_share[:, 0].tolist() == [1.0] * 5
     native = evaluate(fixed_controllers(["native", "3"])[0], cells, [1])
+    shipped = evaluate(LearnedPolicy(load_checkpoint(SHIPPED).policy), cells, [1])
+    assert (shipped.tier_share[:, 0] > 0.95).all()
+    assert (shipped.objective >= 0.99 * native.objective).all()
     assert (evaluate(Oracle(), cells, [1]).objective <= native.objective * 1.001).all()

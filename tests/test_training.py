@@ -37,6 +37,7 @@ def short_evaluations(monkeypatch):
         ]
 
     monkeypatch.setattr("training.ppo.default_cells", small)
+    monkeypatch.setattr("training.ppo.NUM_DRAWN", 2)
 
 
 @pytest.fixture
@@ -105,6 +106,23 @@ def test_resuming_with_other_widths_names_the_cause(tmp_path, calibration_file):
     with pytest.raises(ConfigError, match="training_config"):
         train(replace(config, resume=config.output, hidden=32, total_steps=1024))
     load_checkpoint(config.output)  # still there
+
+
+def test_init_starts_from_the_policy_of_a_checkpoint(tmp_path, calibration_file):
+    config = config_of(tmp_path, calibration_file)
+    train(config)
+    before = load_checkpoint(config.output)
+    tuned = replace(config, init=config.output, output=tmp_path / "tuned", critic_warmup=10**9)
+    train(tuned)  # Only the critic learns: what is saved is what it started from.
+    after = load_checkpoint(tmp_path / "tuned")
+    for name, value in before.policy.parameters.items():
+        # Averaging it with itself rounds.
+        np.testing.assert_allclose(after.policy.parameters[name], value, rtol=1e-5, atol=1e-8)
+    with pytest.raises(ConfigError, match=r"\(16, 16\) wide, these settings give \(8, 8\)"):
+        train(replace(tuned, hidden=8, output=tmp_path / "narrow"))
+    assert not (tmp_path / "narrow").exists()
+    with pytest.raises(ConfigError, match="expected one of them"):
+        train(replace(tuned, resume=config.output))
 
 
 def test_same_seed_same_policy(tmp_path, calibration_file):

@@ -31,15 +31,18 @@ from env.vector_env import GovernorVecEnv
 from training.cli import print_error
 from training.controllers import LearnedPolicy, Oracle
 from training.evaluation import evaluate
-from training.network import GovernorPolicy
+from training.family import training_cells
+from training.network import DEFAULT_PRIOR, GovernorPolicy
 from training.semi_markov import SemiMarkovPPO
-from training.suite import default_cells, training_cells
+from training.suite import default_cells
 from training.tracking import open_run
 
 DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json")
 DEFAULT_OUTPUT = Path("checkpoints/trained")
 EVALUATION_SEEDS = (900_001, 900_002)
 """Seeds of the evaluations that choose the best checkpoint; the comparison uses others."""
+NUM_DRAWN = 48
+"""Cells of the family in those evaluations."""
 
 
 BOUNDS = {
@@ -83,7 +86,7 @@ class TrainConfig:
     """Largest batch of the server. SGLang's default with speculation is 48."""
     seed: int = 0
     """Seed of everything that is random."""
-    total_steps: int = 3_000_000
+    total_steps: int = 2_000_000
     """Decode rounds to learn from, over all servers."""
     num_envs: int = 256
     """Servers that run side by side."""
@@ -93,30 +96,32 @@ class TrainConfig:
     """Rounds in a gradient step."""
     epochs: int = 4
     """Passes over the rounds of an update."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-4
     """Adam's step size at the start; falls linearly to a hundredth."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus at the start; falls linearly to zero."""
     clip_range: float = 0.2
     """PPO's clip range."""
-    gae_lambda: float = 0.5
+    gae_lambda: float = 0.9
     """Decay of the policy's advantage trace, a round; the critic's targets use 0.95."""
-    horizon_tokens: float = 256.0
+    horizon_tokens: float = 1024.0
     """Discount horizon, in output tokens of each request."""
-    randomised_share: float = 0.4
-    """Share of the servers with a perturbed calibration."""
+    randomised_share: float = 0.8
+    """Share of the servers that are drawn around the calibration, see training/family.py."""
     critic_warmup: int = 300_000
     """Rounds from which only the critic learns, so that the policy does not follow a blind one."""
     averaging: float = 0.9
     """Share of the averaged policy, which is the one that is saved, that an update keeps."""
     slo_weight: float = 0.0
     """Seconds that a request outside its SLO (TTFT 2 s, TPOT 50 ms) adds to the cost."""
-    prior: float = 40.0
+    prior: float = DEFAULT_PRIOR
     """Starting weight of the cost model's gain, ln(tokens/s), in a logit."""
     hidden: int = 64
     """Width of both hidden layers of the policy."""
     evaluations: int = 12
     """Evaluations of the policy, evenly spread; the best is kept."""
+    init: Path | None = None
+    """Checkpoint whose policy is the start instead of the cost model's, such as a shipped one."""
     resume: Path | None = None
     """Checkpoint to go on from, with its critic and optimizer, up to total_steps."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
@@ -136,6 +141,11 @@ class TrainConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"{name} is {value}: expected {least:g} to {most:g}")
+        if self.init is not None and self.resume is not None:
+            raise ConfigError(
+                "--init and --resume: expected one of them; --init starts anew from a policy, "
+                "--resume goes on with a training"
+            )
         if self.num_envs * self.rollout_steps < 2:
             raise ConfigError(
                 "num_envs * rollout_steps is 1: PPO needs at least 2 rounds an update"
@@ -154,7 +164,8 @@ class TrainConfig:
 class TrainingMonitor(BaseCallback):
     """Shows progress, logs each update, and keeps the checkpoint that evaluates best.
 
-    The score is the mean over the default cells of the policy's objective over the oracle's.
+    The score is the mean of the policy's objective over the oracle's, over the default cells and
+    as many as ``NUM_DRAWN`` on drawn servers.
     """
 
     def __init__(self, config: TrainConfig, deployment: Deployment, run: Any, best: float) -> None:
@@ -164,6 +175,10 @@ class TrainingMonitor(BaseCallback):
         self.run = run
         self.best = best
         self.cells = default_cells(deployment)
+        if config.randomised_share > 0.0:
+            rng = np.random.default_rng(EVALUATION_SEEDS)
+            noiseless = replace(deployment, noise=False)
+            self.cells += training_cells(noiseless, NUM_DRAWN, 1.0, rng)
         self.reference = evaluate(Oracle(), self.cells, EVALUATION_SEEDS).objective
         self.started = time.monotonic()
         self.next_evaluation = 0
@@ -339,6 +354,24 @@ def restore(model: SemiMarkovPPO, checkpoint: Path) -> float:
     return float(loaded.evaluation["score"])
 
 
+def start_from(model: SemiMarkovPPO, checkpoint: Path) -> None:
+    """Give a model the policy of a checkpoint, which may have been trained for another system.
+
+    Raises:
+        ConfigError: If its widths are others than the model's.
+        CheckpointError: If it cannot be used.
+    """
+    policy = load_checkpoint(checkpoint).policy
+    actor: Any = model.policy.actor
+    expected = tuple(actor.shapes["second.weight"])[::-1]
+    if policy.hidden_sizes != expected:
+        raise ConfigError(
+            f"--init {checkpoint}: its hidden layers are {policy.hidden_sizes} wide, these "
+            f"settings give {expected}; give its --hidden"
+        )
+    actor.load_arrays(policy.parameters)
+
+
 def keep_previous(output: Path, resume: Path | None) -> None:
     """Move a checkpoint that the run would replace out of its way."""
     if not output.exists() or (resume is not None and resume.resolve() == output.resolve()):
@@ -397,6 +430,8 @@ def train(config: TrainConfig) -> float:
     )
     model = build_model(config, env)
     best = -math.inf
+    if config.init is not None:
+        start_from(model, config.init)
     if config.resume is not None:
         best = restore(model, config.resume)
         if model.num_timesteps >= config.total_steps:

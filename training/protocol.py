@@ -34,7 +34,7 @@ from env.scenarios import SCENARIOS
 from env.simulator import Cell
 from env.workload import OUTPUTS, PROMPTS, ClosedLoop, Workload
 from env.workloads import make_workload, named_lengths
-from training.suite import perturbed
+from training.family import perturbed
 
 FOLDER = Path(__file__).parents[1] / "checkpoints" / "calibrations"
 TRAINED_ON = "h200-llama3-8b-eagle3-fa3"

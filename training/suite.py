@@ -1,14 +1,10 @@
-"""The cells that controllers are compared on, and the wider ones that the policy trains on."""
+"""The cells that controllers are compared on by default, and cells by name."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
-
-from controller.calibration import Calibration, TierCost
 from controller.errors import ConfigError
-from env.acceptance_process import Acceptance
 from env.deployment import Deployment
+from env.lengths import LengthSource
 from env.scale import capacity_rps
 from env.scenarios import SCENARIOS
 from env.simulator import Cell
@@ -38,9 +34,16 @@ def closed_loop(deployment: Deployment, concurrency: int, episode_s: float) -> C
     return ClosedLoop(concurrency, max(int(batch * episode_s / step_s), 1))
 
 
-def open_loop(deployment: Deployment, low: float, high: float, requests: int) -> OpenLoop:
+def open_loop(
+    deployment: Deployment,
+    low: float,
+    high: float,
+    requests: int,
+    prompts: LengthSource = PROMPTS,
+    outputs: LengthSource = OUTPUTS,
+) -> OpenLoop:
     """Return a swinging load between two shares of the off-only capacity."""
-    capacity = capacity_rps(deployment, PROMPTS, OUTPUTS)
+    capacity = capacity_rps(deployment, prompts, outputs)
     return OpenLoop(low * capacity, high * capacity, OPEN_PERIOD_S, requests)
 
 
@@ -107,74 +110,3 @@ def named_cells(
     if not cells:
         raise ConfigError("named cells: expected at least one load and one scenario, got none")
     return cells
-
-
-def training_cells(
-    deployment: Deployment, count: int, randomised_share: float, rng: np.random.Generator
-) -> list[Cell]:
-    """Draw cells that contain and surround the default ones.
-
-    Three in four are closed loops with log-uniform concurrency, the rest swing in an open loop.
-    Acceptance is shared or per request, over random ranges and periods. A share of the servers has
-    a perturbed calibration, so that the policy learns from the costs that it sees and not one
-    system by heart.
-    """
-    cells = []
-    limit = deployment.max_running_requests
-    for index in range(count):
-        server = deployment
-        if index < randomised_share * count:
-            server = replace(deployment, calibration=perturbed(deployment.calibration, rng))
-        low = float(rng.uniform(0.1, 0.6)) if rng.random() < 0.5 else 0.3
-        high = float(rng.uniform(low, 0.95)) if rng.random() < 0.5 else max(0.9, low)
-        if rng.random() < 0.5:
-            acceptance = Acceptance("shared", low, high, float(np.exp(rng.uniform(0.5, 3.0))))
-        else:
-            acceptance = Acceptance("per-request", low, high, float(np.exp(rng.uniform(4.0, 7.0))))
-        if rng.random() < 0.75:
-            concurrency = max(1, round(limit ** float(rng.uniform(0.0, 1.0))))
-            episode_s = float(rng.uniform(10.0, 40.0))
-            load: ClosedLoop | OpenLoop = closed_loop(server, concurrency, episode_s)
-        else:
-            load = open_loop(
-                server, float(rng.uniform(0.03, 0.3)), float(rng.uniform(0.4, 1.1)), 300
-            )
-        cells.append(Cell(server, Workload(f"training {index}", load, acceptance)))
-    return cells
-
-
-def perturbed(calibration: Calibration, rng: np.random.Generator) -> Calibration:
-    """Return a calibration whose speculative tiers cost up to 3 times more, or a little less.
-
-    The extra cost over off is scaled by one factor for all depths and one that grows with the
-    batch, so that the crossover moves and in some systems speculation never pays.
-    """
-    level = float(np.exp(rng.normal(0.3, 0.6)))
-    tilt = float(rng.normal(0.0, 0.5))
-    fixed = float(abs(rng.normal(0.0, 0.5)))
-    off = calibration.cost(
-        next(n for n in ("native", "cold", "warm") if n in calibration.tier_names)
-    )
-    costs = []
-    for cost in calibration.costs:
-        if not cost.tier.isdecimal():
-            costs.append(cost)
-            continue
-        base = []
-        for b, t in zip(cost.batch_sizes, cost.base_s, strict=True):
-            reference = off.base_at(b)
-            extra = max(t / reference - 1.0, 0.02)
-            share = np.log(b) / np.log(max(cost.batch_sizes[-1], 2))
-            base.append(reference * (1.0 + fixed + extra * level * np.exp(tilt * share)))
-        costs.append(
-            TierCost(
-                cost.tier,
-                cost.batch_sizes,
-                tuple(float(x) for x in np.maximum.accumulate(base)),
-                cost.context_s_per_token,
-                cost.relative_noise,
-                cost.max_context_tokens,
-                cost.num_rows,
-            )
-        )
-    return replace(calibration, name=f"{calibration.name}, perturbed", costs=tuple(costs))
