@@ -8,8 +8,8 @@ drafts would have been correct at the very positions where each round began (gre
 same whatever runs), so that what is lost is told apart from what the text makes hard. Before the
 stretch both agree to the last draft, which is checked.
 
-What the gap's KV slots hold is not controlled: SGLang leaves them as they are, and here they may keep
-the KV of an earlier run over the same text, or nothing, which is milder than a busy server.
+What the gap's KV slots hold is not controlled: SGLang leaves them as they are, and here they may
+keep the KV of an earlier run over the same text, or nothing, which is milder than a busy server.
 
 The output is JSON: the first round after each stretch, what share of a warm draft's correct drafts
 later rounds have, and the constants of the simulator's model that fit best (`recovery_fit.py`).
