@@ -102,7 +102,10 @@ class Governor:
     def __init__(self):
         self.decided = self.results = 0
         self.tiers = SimpleNamespace(
-            tiers=[SimpleNamespace(name="3")], num_steps=[3], index_of=lambda *_: 0
+            tiers=[SimpleNamespace(name="3")],
+            num_steps=[3],
+            keeps_warm=[True],
+            index_of=lambda *_: 0,
         )
 
     def decide(self, *_):
