@@ -67,8 +67,8 @@ def test_traces_calibrate_train_and_the_policy_drives_the_engine(tmp_path):
     command(
         "training.ppo", "--calibration", calibration, "--output", trained, "--off", "cold",
         "--max-running-requests", 16, "--total-steps", 20_000, "--num-envs", 8,
-        "--tiers", "off,1,2,3,5", "--critic-warmup", 0, "--randomised-share", 0, "--evaluations", 1, "--threads", 1,
-        "--wandb", "disabled",
+        "--tiers", "off,1,2,3,5", "--critic-warmup", 0, "--randomised-share", 0,
+        "--evaluations", 1, "--threads", 1, "--wandb", "disabled",
     )  # fmt: skip
     checkpoint = load_checkpoint(trained)
     assert [tier.name for tier in checkpoint.tiers] == ["cold", "1", "2", "3", "5"]
