@@ -32,11 +32,10 @@ from training.protocol import (
     cell_seeds,
     deployment_of,
     load_system,
-    native_of,
-    off_step_s,
     shift_cells,
     tuning_cells,
 )
+from training.suite import native_of, off_step_s
 from training.suite_report import html_report, markdown
 from training.targets import judge
 

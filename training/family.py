@@ -4,6 +4,11 @@ What differs from one to the next is what differs between deployments, so that o
 next system's calibration instead of knowing one by heart: the costs of speculation (see
 :func:`perturbed`) and of prefill, the largest batch, the schedule, what an off stretch costs,
 the lengths of requests, the load, and how the acceptance moves.
+
+Loads cover all that a server meets: closed loops from one client to twice the largest batch, open
+ones around the capacity of the server without speculation. Acceptance that moves with time has a
+period in rounds of that server at the load: what a controller can follow depends on how many rounds
+it has, and slow and fast systems would see unlike many changes in a period in seconds.
 """
 
 from dataclasses import replace
@@ -14,12 +19,21 @@ from controller.calibration import Calibration, PrefillCost, TierCost
 from env.acceptance_process import Acceptance, DraftRecovery
 from env.deployment import Deployment
 from env.lengths import Lengths
+from env.scale import capacity_rps
 from env.simulator import Cell
-from env.workload import ClosedLoop, OpenLoop, Workload
-from training.suite import closed_loop, open_loop
+from env.workload import OUTPUTS, PROMPTS, ClosedLoop, GammaBurst, Load, OpenLoop, Poisson, Workload
+from training.suite import native_of, off_step_s
 
-CLOSED_SHARE = 0.75
-"""Share of the loads that are closed loops; the others swing in an open loop."""
+CLOSED_SHARE = 0.7
+"""Share of the loads that are closed loops."""
+BAND_EDGES = (1.0 / 256.0, 1.0 / 16.0, 0.5, 2.0)
+"""Clients of closed loops, as shares of the largest batch: a third of the loops in each band."""
+OPEN_RATE = (0.5, 1.25)
+"""Mean arrival rate of open loops, as a share of the capacity without speculation."""
+ROUNDS = (500.0, 2500.0)
+"""Length of a closed loop, in rounds without speculation."""
+PERIOD_ROUNDS = (100.0, 4000.0)
+"""Period of acceptance that moves with time, in rounds without speculation."""
 
 
 def log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
@@ -30,7 +44,7 @@ def log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
 def training_cells(
     deployment: Deployment, count: int, randomised_share: float, rng: np.random.Generator
 ) -> list[Cell]:
-    """Draw cells that contain and surround the default comparison's.
+    """Draw loads on a measured server and on servers drawn around it.
 
     Args:
         deployment: The measured server, which the first cells have as it is.
@@ -51,6 +65,8 @@ def draw_deployment(deployment: Deployment, rng: np.random.Generator) -> Deploym
     calibration = perturbed(deployment.calibration, rng)
     prefill = calibration.prefill_speculative
     fixed_s = prefill.base_s * float(np.exp(rng.normal(-0.3, 0.8)))
+    if rng.random() < 0.2:  # As in calibrations from throughput tables.
+        fixed_s = 0.0
     limit = deployment.max_running_requests
     return replace(
         deployment,
@@ -58,7 +74,7 @@ def draw_deployment(deployment: Deployment, rng: np.random.Generator) -> Deploym
             calibration, prefill_speculative=PrefillCost(fixed_s, prefill.s_per_token)
         ),
         max_running_requests=limit
-        if rng.random() < 0.5
+        if rng.random() < 0.3
         else round(log_uniform(rng, min(16, limit), limit)),
         overlap=bool(rng.random() < 0.8),
         recovery=DraftRecovery(
@@ -72,34 +88,62 @@ def draw_deployment(deployment: Deployment, rng: np.random.Generator) -> Deploym
 
 def draw_workload(server: Deployment, name: str, rng: np.random.Generator) -> Workload:
     """Return a load with an acceptance process for a server."""
-    prompts = Lengths(log_uniform(rng, 64.0, 3000.0), float(rng.uniform(0.3, 1.0)), 16, 6144)
-    outputs = Lengths(log_uniform(rng, 64.0, 1200.0), float(rng.uniform(0.3, 1.0)), 8, 4096)
-    load: ClosedLoop | OpenLoop
+    prompts, outputs = PROMPTS, OUTPUTS
+    if rng.random() < 0.6:
+        prompts = Lengths(log_uniform(rng, 64.0, 3000.0), float(rng.uniform(0.3, 1.0)), 16, 6144)
+        outputs = Lengths(log_uniform(rng, 32.0, 1500.0), float(rng.uniform(0.3, 1.0)), 8, 4096)
+    load: Load
+    limit = server.max_running_requests
     if rng.random() < CLOSED_SHARE:
-        clients = max(1, round((1.5 * server.max_running_requests) ** float(rng.uniform())))
-        load = closed_loop(server, clients, float(rng.uniform(10.0, 40.0)))
+        band = int(rng.integers(len(BAND_EDGES) - 1))
+        share = log_uniform(rng, BAND_EDGES[band], BAND_EDGES[band + 1])
+        clients = max(1, round(share * limit))
+        running = min(clients, limit)
+        load = ClosedLoop(clients, round(running * log_uniform(rng, *ROUNDS)))
     else:
-        low, high = float(rng.uniform(0.03, 0.3)), float(rng.uniform(0.4, 1.1))
-        load = open_loop(server, low, high, 300, prompts, outputs)
-    return Workload(name, load, draw_acceptance(rng), prompts, outputs)
+        running = max(limit // 2, 1)
+        capacity = capacity_rps(native_of(server), prompts, outputs)
+        load = draw_open_load(float(rng.uniform(*OPEN_RATE)) * capacity, rng)
+    acceptance = draw_acceptance(off_step_s(server, running, prompts, outputs), rng)
+    return Workload(name, load, acceptance, prompts, outputs)
 
 
-def draw_acceptance(rng: np.random.Generator) -> Acceptance:
-    """Return an acceptance process of any kind, over any range."""
+def draw_open_load(rate: float, rng: np.random.Generator) -> Load:
+    """Return an open loop with a mean rate in requests/s: even, in bursts, or swinging."""
+    requests = int(rng.integers(150, 400))
+    kind = str(rng.choice(["even", "bursts", "swing"]))
+    if kind == "even":
+        return Poisson(rate, requests)
+    if kind == "bursts":
+        return GammaBurst(rate, float(rng.uniform(1.5, 4.0)), requests)
+    low = float(rng.uniform(0.1, 0.8)) * rate
+    return OpenLoop(low, 2.0 * rate - low, log_uniform(rng, 0.1, 1.0) * requests / rate, requests)
+
+
+def draw_acceptance(step_s: float, rng: np.random.Generator) -> Acceptance:
+    """Return an acceptance process of any kind, over any range.
+
+    Args:
+        step_s: Round time without speculation at the load, in seconds.
+        rng: Draws everything.
+    """
     low = float(rng.uniform(0.0, 0.6))
-    high = float(rng.uniform(low, 0.95))
+    high = float(rng.uniform(max(low, 0.5), 0.97))
+    shape = (1.0,) if rng.random() < 0.5 else (1.0, float(rng.uniform(0.7, 1.0)))
     kind = str(rng.choice(["shared", "per-request", "mixture", "phases", "collapse", "still"]))
     if kind == "still":
-        return Acceptance("shared", high, high)
+        level = float(rng.uniform(0.1, 0.95))
+        return Acceptance("shared", level, level, shape=shape)
     if kind == "mixture":
-        return Acceptance("mixture", low, high, share=float(rng.uniform(0.1, 0.9)))
+        share = float(rng.uniform(0.1, 0.9))
+        return Acceptance("mixture", low, high, share=share, shape=shape)
     period = {
-        "shared": log_uniform(rng, 1.5, 20.0),
+        "shared": step_s * log_uniform(rng, *PERIOD_ROUNDS),
         "per-request": log_uniform(rng, 50.0, 1000.0),
         "phases": round(log_uniform(rng, 20.0, 300.0)),
-        "collapse": log_uniform(rng, 1.5, 20.0),
+        "collapse": step_s * log_uniform(rng, *PERIOD_ROUNDS),
     }[kind]
-    return Acceptance(kind, low, high, float(period))
+    return Acceptance(kind, low, high, float(period), shape=shape)
 
 
 def perturbed(calibration: Calibration, rng: np.random.Generator) -> Calibration:

@@ -27,15 +27,15 @@ import numpy as np
 
 from controller.calibration import Calibration
 from controller.errors import ConfigError
-from controller.tiers import NATIVE
 from env.acceptance_process import Acceptance
 from env.deployment import Deployment
 from env.scale import capacity_rps
 from env.scenarios import SCENARIOS
 from env.simulator import Cell
-from env.workload import OUTPUTS, PROMPTS, ClosedLoop, Workload
+from env.workload import ClosedLoop, Workload
 from env.workloads import make_workload, named_lengths
 from training.family import perturbed
+from training.suite import native_of, off_step_s
 
 FOLDER = Path(__file__).parents[1] / "checkpoints" / "calibrations"
 TRAINED_ON = "h200-llama3-8b-eagle3-fa3"
@@ -199,21 +199,6 @@ def clients(deployment: Deployment) -> list[tuple[str, int]]:
     """Return the band and the number of clients of every closed loop."""
     limit = deployment.max_running_requests
     return [(band, max(round(share * limit), 1)) for band, pair in BANDS.items() for share in pair]
-
-
-def native_of(deployment: Deployment) -> Deployment:
-    """Return the server started without speculation; with the governed tiers if none is known."""
-    if NATIVE in deployment.calibration.tier_names:
-        return replace(deployment, tiers=NATIVE)
-    return deployment
-
-
-def off_step_s(deployment: Deployment, running: int) -> float:
-    """Return the round time without speculation at a batch size and mean lengths."""
-    batch = min(running, deployment.max_running_requests)
-    context = int(batch * (PROMPTS.mean() + 0.5 * OUTPUTS.mean()))
-    native = native_of(deployment)
-    return native.calibration.step_s(native.resolved_tiers()[0], batch, context)
 
 
 def closed_cell(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from env.simulator import Cell
 from training.controllers import Controller
-from training.protocol import off_step_s
 from training.recording import Recording, record
+from training.suite import off_step_s
 
 WINDOW = 10
 MARGIN = 0.02

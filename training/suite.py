@@ -1,8 +1,10 @@
 """The cells that controllers are compared on by default, and cells by name."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from controller.errors import ConfigError
+from controller.tiers import NATIVE
 from env.deployment import Deployment
 from env.lengths import LengthSource
 from env.scale import capacity_rps
@@ -32,6 +34,26 @@ def closed_loop(deployment: Deployment, concurrency: int, episode_s: float) -> C
     context = int(batch * (PROMPTS.mean() + 0.5 * OUTPUTS.mean()))
     step_s = deployment.calibration.step_s(deployment.resolved_tiers()[0], batch, context)
     return ClosedLoop(concurrency, max(int(batch * episode_s / step_s), 1))
+
+
+def native_of(deployment: Deployment) -> Deployment:
+    """Return the server started without speculation; with the governed tiers if none is known."""
+    if NATIVE in deployment.calibration.tier_names:
+        return replace(deployment, tiers=NATIVE)
+    return deployment
+
+
+def off_step_s(
+    deployment: Deployment,
+    running: int,
+    prompts: LengthSource = PROMPTS,
+    outputs: LengthSource = OUTPUTS,
+) -> float:
+    """Return the round time without speculation at a batch size and mean lengths, in seconds."""
+    batch = min(running, deployment.max_running_requests)
+    context = int(batch * (prompts.mean() + 0.5 * outputs.mean()))
+    native = native_of(deployment)
+    return native.calibration.step_s(native.resolved_tiers()[0], batch, context)
 
 
 def open_loop(
