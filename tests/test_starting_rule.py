@@ -14,7 +14,8 @@ from controller.features import (
     TIER_FEATURES,
 )
 from controller.policy import NumpyPolicy
-from training.network import DEFAULT_PRIOR, StartingRule, TierScorer
+from training.network import TierScorer
+from training.starting_rule import DEFAULT_PRIOR, StartingRule
 
 OFF, DEPTH_1, DEPTH_3 = range(3)
 
@@ -25,7 +26,7 @@ def policy():
     return NumpyPolicy(TierScorer(64, 64, DEFAULT_PRIOR).arrays())
 
 
-def choice(policy, current, gains, since_switch=1000, since_speculation=0, unseen=0.0):
+def choice(policy, current, gains, since_switch=1000, since_speculation=0, unseen=0.0, promise=0.5):
     """Return the tier chosen by a server with tiers off, 1 and 3; gains in ln(tokens/s)."""
     common = {feature.name: 0.3 for feature in GLOBAL_FEATURES}
     common |= {
@@ -39,6 +40,7 @@ def choice(policy, current, gains, since_switch=1000, since_speculation=0, unsee
         row = dict.fromkeys((feature.name for feature in TIER_FEATURES), 0.0)
         row |= {"off": float(steps == 0), "num_steps": steps / 7, "current": float(k == current)}
         row |= {f"gain_{scale}": GAIN_SCALE * gains[k] for scale in ("fast", "medium", "slow")}
+        row |= {"ceiling": GAIN_SCALE * promise * (steps > 0)}
         rows += [row[feature.name] for feature in TIER_FEATURES]
     observation = np.array([*(common[f.name] for f in GLOBAL_FEATURES), *rows], np.float32)
     assert observation.shape == (NUM_GLOBAL + 3 * NUM_PER_TIER,)
@@ -83,6 +85,24 @@ def test_it_probes_the_more_rarely_the_worse_it_looked(policy):
     assert 4 * near > far > 1.5 * near
     assert choice(policy, OFF, [0.0, -0.05, -0.2], since_speculation=near) == DEPTH_1
     assert probed_after(policy, [0.0, -0.05, -0.2], unseen=1.0) < 0.6 * near
+
+
+def test_it_does_not_probe_where_nearly_all_drafts_accepted_would_not_pay(policy):
+    gains = [0.0, -0.3, -0.4]
+    plain = probed_after(policy, gains)
+    enough = probed_after(policy, gains, promise=StartingRule().promise)
+    assert enough == pytest.approx(plain, rel=0.03), "the untrained units say little"
+    assert probed_after(policy, gains, promise=0.1) > 4 * plain
+    for unseen in (0.0, 1.0):
+        for rounds in (10**3, 10**5):
+            more = dict(since_speculation=rounds, unseen=unseen)
+            assert choice(policy, OFF, gains, promise=-0.2, **more) == OFF
+            assert choice(policy, OFF, gains, promise=0.5, **more) == DEPTH_1
+
+
+def test_little_promise_does_not_stop_what_the_cost_model_prefers(policy):
+    assert choice(policy, OFF, [-0.1, 0.0, -0.2], promise=0.0) == DEPTH_1
+    assert choice(policy, DEPTH_3, [-0.1, -0.2, 0.0], promise=-0.5) == DEPTH_3
 
 
 def test_without_a_prior_there_is_no_rule():

@@ -4,9 +4,7 @@ The actor computes what ``controller/policy.py`` computes in NumPy, under the sa
 a test holds the two together. The critic is for training only.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,76 +23,13 @@ from controller.features import (
     observation_size,
 )
 from controller.policy import parameter_shapes
-
-PRIOR_FEATURES = ("gain_fast", "gain_medium", "gain_slow")
-"""Tier features whose skip weights add up to ``prior`` for each unit of ln(tokens/s).
-
-Before any training the policy prefers the tiers that the cost model prefers, and learns what that
-rule misses (residual policy learning, Silver et al., arXiv:1812.06298). Two things that it misses
-are in the start already, since a learner finds them only by long detours:
-
-Hold. A depth that was just taken up is held for some rounds: after an off stretch the first round
-drafts on a stale state and, under the overlap schedule, tells nothing before two more have started,
-so that a probe of one round costs its price and yields no evidence.
-
-Probe. While off, no evidence comes in. The longer that lasts, and the more requests have joined
-meanwhile, the larger a bonus depths get, until it outweighs how far behind the estimates say they
-are: the worse a depth looked, the rarer it is tried.
-"""
-
-DEFAULT_PRIOR = 40.0
-
-
-@dataclass(frozen=True)
-class StartingRule:
-    """What an untrained policy does beside following the cost model, in logits at DEFAULT_PRIOR.
-
-    There 0.4 is one percent of tokens/s. The constants were found by random search on tuning
-    workloads of the H200, of systems drawn around it and of three that no policy is trained on.
-
-    Attributes:
-        keep: How far the current tier is ahead; switches that win less are not worth it.
-        hold: How far a depth is ahead in the round after it was taken up.
-        hold_rounds: Rounds until nothing is left of that.
-        probe: Gain of depths for each doubling of the rounds without speculation.
-        patience: log2 of the rounds without speculation at which that begins.
-        unseen: Doublings that a batch of nothing but unknown requests counts for.
-    """
-
-    keep: float = 0.4
-    hold: float = 20.0
-    hold_rounds: float = 4.0
-    probe: float = 6.5
-    patience: float = 6.5
-    unseen: float = 1.2
-
-
-def plant(weights: Mapping[str, Tensor], rule: StartingRule, scale: float) -> None:
-    """Set the weights of two hidden units, in both layers, so that they follow a rule.
-
-    Args:
-        weights: Parameters under their checkpoint names; changed.
-        rule: What the units do.
-        scale: Factor of its logits.
-    """
-    common = {feature.name: i for i, feature in enumerate(GLOBAL_FEATURES)}
-    tier = {feature.name: i for i, feature in enumerate(TIER_FEATURES)}
-    for name in ("global.weight", "tier.weight", "hidden.bias", "second.weight", "second.bias"):
-        weights[name][:2] = 0.0
-    for unit, logits in enumerate((rule.hold, rule.probe)):
-        weights["second.weight"][unit, unit] = 1.0
-        weights["logit.weight"][unit] = scale * logits
-    # relu(1 for the current tier if it drafts, less what the rounds since the switch use up).
-    weights["tier.weight"][0, tier["current"]] = 1.0
-    weights["tier.weight"][0, tier["off"]] = -2.0
-    weights["global.weight"][0, common["since_switch"]] = -12.0 / math.log2(1.0 + rule.hold_rounds)
-    # relu(log2(rounds without speculation) and what stands for more of them, less the patience).
-    weights["tier.weight"][1, tier["off"]] = -100.0
-    weights["global.weight"][1, common["since_speculation"]] = 12.0
-    weights["global.weight"][1, common["unseen"]] = rule.unseen
-    weights["hidden.bias"][1] = -rule.patience
-    weights["skip.weight"][tier["current"]] = scale * rule.keep
-
+from training.starting_rule import (
+    DEFAULT_PRIOR,
+    NUM_UNITS,
+    PRIOR_FEATURES,
+    StartingRule,
+    plant,
+)
 
 CRITIC_GLOBAL = ("batch_size", "occupancy", "queue_depth", "context_per_request", "kv_use")
 CRITIC_TIER = ("cost",)
@@ -144,7 +79,7 @@ class TierScorer(nn.Module):
             for index, feature in enumerate(TIER_FEATURES):
                 if feature.name in PRIOR_FEATURES:
                     self["skip.weight"][index] = prior / len(PRIOR_FEATURES) / GAIN_SCALE
-            if prior > 0.0 and min(hidden, second) >= 2:
+            if prior > 0.0 and min(hidden, second) >= NUM_UNITS:
                 parameters = {name: self[name] for name in self.shapes}
                 plant(parameters, StartingRule(), prior / DEFAULT_PRIOR)
 

@@ -32,8 +32,9 @@ from training.cli import print_error
 from training.controllers import LearnedPolicy, Oracle
 from training.evaluation import evaluate
 from training.family import training_cells
-from training.network import DEFAULT_PRIOR, GovernorPolicy
+from training.network import GovernorPolicy
 from training.semi_markov import SemiMarkovPPO
+from training.starting_rule import DEFAULT_PRIOR
 from training.suite import default_cells
 from training.tracking import open_run
 
@@ -41,7 +42,7 @@ DEFAULT_CALIBRATION = Path("checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.j
 DEFAULT_OUTPUT = Path("checkpoints/trained")
 EVALUATION_SEEDS = (900_001, 900_002)
 """Seeds of the evaluations that choose the best checkpoint; the comparison uses others."""
-NUM_DRAWN = 48
+NUM_DRAWN = 64
 """Cells of the family in those evaluations."""
 
 
@@ -165,7 +166,7 @@ class TrainingMonitor(BaseCallback):
     """Shows progress, logs each update, and keeps the checkpoint that evaluates best.
 
     The score is the mean of the policy's objective over the oracle's, over the default cells and
-    as many as ``NUM_DRAWN`` on drawn servers.
+    as many as ``NUM_DRAWN`` that are drawn as those it trains on are.
     """
 
     def __init__(self, config: TrainConfig, deployment: Deployment, run: Any, best: float) -> None:
@@ -178,7 +179,8 @@ class TrainingMonitor(BaseCallback):
         if config.randomised_share > 0.0:
             rng = np.random.default_rng(EVALUATION_SEEDS)
             noiseless = replace(deployment, noise=False)
-            self.cells += training_cells(noiseless, NUM_DRAWN, 1.0, rng)
+            share = config.randomised_share
+            self.cells += training_cells(noiseless, NUM_DRAWN, share, rng)
         self.reference = evaluate(Oracle(), self.cells, EVALUATION_SEEDS).objective
         self.started = time.monotonic()
         self.next_evaluation = 0
