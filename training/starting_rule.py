@@ -14,7 +14,7 @@ meanwhile, the larger a bonus depths get, until it outweighs how far behind the 
 are: the worse a depth looked, the rarer it is tried.
 
 Promise. What a depth would gain were nearly all drafts accepted (``ceiling``) needs no evidence: it
-follows from costs. Where that is little, a probe cannot pay and there is none.
+follows from costs. The less that is, the rarer a probe; where nothing can be won, there is none.
 """
 
 import math
