@@ -51,7 +51,7 @@ class Attachment:
         """
         original(scheduler, *args, **kwargs)
         # On every rank, although one records: they must all see the same.
-        self._driver.context.exact = self._settings.trace is not None
+        self._driver.load.exact = self._settings.trace is not None
         if self._settings.policy is not None:
             self._govern(scheduler)
         for record in (self._log_decisions, self._record):
@@ -70,7 +70,8 @@ class Attachment:
             state = (
                 f"{checkpoint.sha256} {checkpoint.calibration.sha256} {self._settings.mode} "
                 f"{governor.tiers.num_steps} "
-                f"{governor.compiled} {self._settings.guard} {self._settings.trace is None}"
+                f"{governor.compiled} {self._settings.guard} {self._settings.trace is None} "
+                f"{self._settings.repeat}"
             )
             reason = ""
         except SpecGovernorError as error:
@@ -87,7 +88,7 @@ class Attachment:
         if not ranks_agree(state, scheduler.tp_cpu_group):
             reason = reason or (
                 "the tensor-parallel ranks differ in policy, calibration, tiers, mode, guard, "
-                "trace or Numba"
+                "trace, repeated rounds or Numba"
             )
         if reason or checkpoint is None:
             self._refuse(version, reason)
@@ -95,6 +96,7 @@ class Attachment:
         driver = self._driver
         driver.ignores_queue = symbols.queues_differ_between_ranks(version)
         driver.governor = governor
+        driver.repeat_rounds = self._settings.repeat
         params = symbols.governed_params(scheduler)
         if isinstance(params, GovernedParams):
             driver.params = params

@@ -108,7 +108,7 @@ class Governor:
             index_of=lambda *_: 0,
         )
 
-    def decide(self, *_):
+    def policy_tier(self, *_):
         self.decided += 1
         return 0
 
@@ -182,13 +182,19 @@ def controlled(monkeypatch, tmp_path):
     return driver, file
 
 
+@pytest.mark.parametrize("repeat", [1, 8])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(controlled, overlap):
+def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(
+    controlled, overlap, repeat
+):
     driver, file = controlled
+    driver.repeat_rounds = repeat
     rounds = control_plugin.BLOCK_ROUNDS
     run(driver, 8 * rounds + 1, overlap)
     assert driver.fallbacks == 0
-    assert driver.governor.decided == driver.governor.results == 4 * rounds + 1
+    driver._hand_over()
+    assert driver.governor.results == 4 * rounds + 1
+    assert driver.governor.decided == -(-driver.governor.results // repeat)
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["block"] for row in written] == list(range(8))
     assert [row["bypassed"] for row in written] == [False, True, True, False] * 2

@@ -74,9 +74,11 @@ def check_ranks_agree(engine, path, work):
     return first
 
 
-@pytest.mark.parametrize("source", [None, RANDOM_TIERS], ids=["policy", "random"])
-def test_both_ranks_run_the_same_tiers(tmp_path, source):
-    decisions, env = governed(tmp_path, "cold,1,2,3,5")
+@pytest.mark.parametrize(
+    ("source", "repeat"), [(None, "3"), (RANDOM_TIERS, "1")], ids=["policy", "random"]
+)
+def test_both_ranks_run_the_same_tiers(tmp_path, source, repeat):
+    decisions, env = governed(tmp_path, "cold,1,2,3,5", SPECGOVERNOR_REPEAT=repeat)
     plugins = [] if source is None else [write_plugin(tmp_path / "plugin", source)]
     with start_engine(env=env, plugins=plugins, tp_size=2) as engine:
         rounds = check_ranks_agree(engine, decisions, play)
@@ -84,7 +86,9 @@ def test_both_ranks_run_the_same_tiers(tmp_path, source):
 
 
 def test_the_guard_overrules_a_policy_that_sticks_to_the_worst_tier(tmp_path):
-    decisions, env = governed(tmp_path, "cold,1,2,3,5", SPECGOVERNOR_GUARD="1")
+    decisions, env = governed(
+        tmp_path, "cold,1,2,3,5", SPECGOVERNOR_GUARD="1", SPECGOVERNOR_REPEAT="8"
+    )
     plugin = write_plugin(tmp_path / "plugin", STUCK_ON_THE_WORST)
     with start_engine(env=env, plugins=[plugin], tp_size=2) as engine:
         rounds = check_ranks_agree(
