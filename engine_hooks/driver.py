@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from controller.errors import SpecGovernorError
-from controller.tiers import COLD, WARM
+from controller.tiers import NATIVE, WARM
 from engine_hooks.context import ContextCounter
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.governor import Governor
@@ -32,7 +32,7 @@ from engine_hooks.symbols import (
     requested_mode,
     settings_reply,
 )
-from engine_hooks.tiers import DraftExtendSwitch, RunnableTiers
+from engine_hooks.tiers import OffSwitch, RunnableTiers
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Launch:
     host_s: float = 0.0
     num_steps: int | None = None
     keeps_warm: bool = True
+    off: str | None = None
     asked: int | None = None
     tier: int | None = None
     cold_start: bool = False
@@ -77,6 +78,7 @@ class Driver:
         decisions: Decision log, or None.
         summary: Counts the rounds for the log.
         context: Counts context tokens.
+        off: Says which kind of off rounds without steps are.
         ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
         fallbacks: Errors of the hooks; each left a round at the static steps.
     """
@@ -92,7 +94,7 @@ class Driver:
         self.summary = Summary()
         self.ignores_queue = False
         self.fallbacks = 0
-        self._draft_extend = DraftExtendSwitch()
+        self.off = OffSwitch()
         self.context = ContextCounter()
         # Weak: in a server that never decodes them, nothing else would take them out.
         self._prefilled: WeakSet[Any] = WeakSet()
@@ -268,7 +270,7 @@ class Driver:
                 launch.asked, launch.forced = forced, True
             steps = governor.tiers.num_steps[launch.asked]
             if steps == 0:
-                self._draft_extend.keep_warm(governor.tiers.keeps_warm[launch.asked])
+                self.off.ask(governor.tiers.kinds[launch.asked])
             self.params.next_steps = steps
 
     def _take_joined(self, requests: list[Any]) -> int:
@@ -285,7 +287,9 @@ class Driver:
         if launch.decode:
             width = launch.result.speculative_num_draft_tokens
             launch.num_steps = None if width is None else width - 1
-            launch.keeps_warm = bool(launch.num_steps) or self._draft_extend.keeps_warm
+            if launch.num_steps == 0:
+                launch.off = self.off.ran
+                launch.keeps_warm = launch.off == WARM
             if self.governor is not None and launch.num_steps is not None:
                 launch.tier = self._tier_of(self.governor.tiers, launch)
                 launch.cold_start = self.governor.launched(
@@ -302,10 +306,10 @@ class Driver:
         if (
             asked is not None
             and tiers.num_steps[asked] == steps
-            and tiers.keeps_warm[asked] == launch.keeps_warm
+            and (steps or tiers.kinds[asked] == launch.off)
         ):
             return asked
-        return tiers.index_of(steps, launch.keeps_warm, asked)
+        return tiers.index_of(steps, launch.keeps_warm, asked, launch.off)
 
     def _launch_of(self, result: Any) -> Launch | None:
         """Take out the launch with this result, and any before it: they will have none."""
@@ -379,7 +383,7 @@ class Driver:
         steps = launch.num_steps or 0
         num_correct = sum(correct) if correct else 0
         return RoundCount(
-            tier=str(steps) if steps else WARM if launch.keeps_warm else COLD,
+            tier=launch.off or str(steps),
             num_steps=steps,
             tokens=launch.batch_size + num_correct,
             wasted_drafts=steps * launch.batch_size - num_correct,
@@ -391,7 +395,7 @@ class Driver:
     def _trace_row(self, launch: Launch, correct: list[int] | None, round_s: float) -> TraceFields:
         return (
             "decode" if launch.decode else "prefill",
-            launch.num_steps,
+            None if launch.off == NATIVE else launch.num_steps,
             launch.batch_size,
             launch.context_tokens,
             launch.queue_depth,
@@ -417,6 +421,7 @@ class Driver:
             "forced": launch.forced,
             "num_steps": launch.num_steps,
             "keeps_warm": launch.keeps_warm,
+            "off": launch.off,
             "requests": [request.rid for request in batch.reqs],
             "num_correct": None if correct is None else list(correct),
             "finished_before": finished,
@@ -438,4 +443,4 @@ class Driver:
         """Let rounds run as the server was started, until a decision says otherwise."""
         if self.params is not None:
             self.params.next_steps = self.params.static_steps
-            self._draft_extend.restore()
+            self.off.restore()
