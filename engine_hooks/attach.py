@@ -175,6 +175,7 @@ class Attachment:
         return governor
 
     def _refuse(self, version: str, reason: str) -> None:
+        self._driver.off.native.remove()
         line = refusal_line(version, reason)
         if self._settings.strict:
             raise ConfigError(line)
