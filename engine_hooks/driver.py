@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 from controller.errors import SpecGovernorError
+from controller.tiers import WARM
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.governor import Governor
 from engine_hooks.guard import Guard
@@ -34,7 +35,7 @@ from engine_hooks.symbols import (
     requested_mode,
     settings_reply,
 )
-from engine_hooks.tiers import DraftExtendSwitch
+from engine_hooks.tiers import OffSwitch
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Driver:
         recorder: Step trace, or None.
         decisions: Decision log, or None.
         summary: Counts the rounds for the log.
+        off: Says which kind of off rounds without steps are.
         load: Reads context tokens and the use of the KV cache.
         repeat_rounds: Rounds that a decision stands for at up to ``REPEAT_BATCH`` requests, unless
             some join or leave.
@@ -82,7 +84,7 @@ class Driver:
         self.repeat_rounds = DEFAULT_REPEAT
         self.ignores_queue = False
         self.fallbacks = 0
-        self._draft_extend = DraftExtendSwitch()
+        self.off = OffSwitch()
         self.load = LoadReader()
         # Weak: in a server that never decodes them, nothing else would take them out.
         self._prefilled: WeakSet[Any] = WeakSet()
@@ -320,7 +322,7 @@ class Driver:
                     asked, launch.forced = forced, True
             steps = tiers.num_steps[asked]
             if steps == 0:
-                self._draft_extend.keep_warm(tiers.keeps_warm[asked])
+                self.off.ask(tiers.kinds[asked])
             params.next_steps = steps
         launch.asked = asked
 
@@ -355,15 +357,21 @@ class Driver:
         if width is None:
             return
         steps = launch.num_steps = width - 1
-        warm = launch.keeps_warm = steps > 0 or self._draft_extend.keeps_warm
+        if steps == 0:
+            launch.off = self.off.ran
+            launch.keeps_warm = launch.off == WARM
         governor = self.governor
         if governor is not None:
             tiers, tier = governor.tiers, launch.asked
             # Mostly the tier that was asked for.
-            if tier is None or tiers.num_steps[tier] != steps or tiers.keeps_warm[tier] != warm:
-                tier = tiers.index_of(steps, warm, tier)
+            if (
+                tier is None
+                or tiers.num_steps[tier] != steps
+                or (steps == 0 and tiers.kinds[tier] != launch.off)
+            ):
+                tier = tiers.index_of(steps, launch.keeps_warm, tier, launch.off)
             launch.tier = tier
-            launch.cold_start = governor.launched(tier, steps, warm, launch.batch_size)
+            launch.cold_start = governor.launched(tier, steps, launch.keeps_warm, launch.batch_size)
 
     def _learn_repeats(self) -> None:
         """Catch up with the rounds that repeated a decision, before there is another one."""
@@ -463,4 +471,4 @@ class Driver:
         """Let rounds run as the server was started, until a decision says otherwise."""
         if self.params is not None:
             self.params.next_steps = self.params.static_steps
-            self._draft_extend.restore()
+            self.off.restore()

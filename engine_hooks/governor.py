@@ -24,7 +24,11 @@ class Governor:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, max_running_requests: int, initial_steps: int
+        self,
+        checkpoint: Checkpoint,
+        max_running_requests: int,
+        initial_steps: int,
+        native: bool = False,
     ) -> None:
         """Prepare the memory; compiles the decision path if Numba is installed.
 
@@ -32,8 +36,9 @@ class Governor:
             checkpoint: The policy and the calibration that it sees costs of.
             max_running_requests: The server's limit.
             initial_steps: Draft steps that the server was started with.
+            native: Whether the server can run native rounds.
         """
-        self.tiers: RunnableTiers = runnable(checkpoint.tiers, checkpoint.calibration)
+        self.tiers: RunnableTiers = runnable(checkpoint.tiers, checkpoint.calibration, native)
         self.static_tier = self.tiers.index_of(initial_steps, True)
         costed = costed_tiers(checkpoint.tiers, self.tiers.tiers, checkpoint.calibration)
         table = checkpoint.calibration.table(costed, max_running_requests)

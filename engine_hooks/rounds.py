@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from controller.tiers import COLD, WARM
+from controller.tiers import NATIVE
 from engine_hooks.metrics import RoundCount
 from engine_hooks.recorder import TraceFields
 from engine_hooks.tiers import RunnableTiers
@@ -27,6 +27,7 @@ class Launch:
         host_s: Seconds that SGLang's own launch took; only for a trace.
         num_steps: Draft steps that the round really has, or None if it is no speculative server's.
         keeps_warm: Whether the round extends the draft's KV.
+        off: Kind of off that a round without steps is, or None.
         asked: The tier that was decided on, or None.
         tier: The tier that the round counts as, or None.
         cold_start: Whether it drafts on a stale draft state.
@@ -48,6 +49,7 @@ class Launch:
     host_s: float = 0.0
     num_steps: int | None = None
     keeps_warm: bool = True
+    off: str | None = None
     asked: int | None = None
     tier: int | None = None
     cold_start: bool = False
@@ -78,7 +80,7 @@ def round_count(launch: Launch, guard_forced: int) -> RoundCount:
     """Return what a decode round adds to the metrics."""
     steps = launch.num_steps or 0
     return RoundCount(
-        tier=str(steps) if steps else WARM if launch.keeps_warm else COLD,
+        tier=launch.off or str(steps),
         num_steps=steps,
         tokens=launch.tokens,
         wasted_drafts=steps * launch.batch_size - launch.num_correct,
@@ -93,7 +95,7 @@ def trace_row(launch: Launch) -> TraceFields:
     correct = launch.correct
     return (
         "decode" if launch.decode else "prefill",
-        launch.num_steps,
+        None if launch.off == NATIVE else launch.num_steps,
         launch.batch_size,
         launch.context_tokens,
         launch.queue_depth,
@@ -132,6 +134,7 @@ def decision_row(
         "repeats": launch.repeats,
         "num_steps": launch.num_steps,
         "keeps_warm": launch.keeps_warm,
+        "off": launch.off,
         "requests": [request.rid for request in requests],
         "num_correct": None if correct is None else list(correct),
         "finished_before": finished,

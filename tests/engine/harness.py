@@ -296,12 +296,17 @@ class Engine(EngineProcess):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int = 32,
         limit_s: float = REPLY_LIMIT_S,
+        options: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[Output]:
-        """Generate for all prompts as one batch, greedily unless told otherwise."""
+        """Generate for all prompts as one batch, greedily unless told otherwise.
+
+        `options` are SGLang's own beside the sampling's, such as return_logprob.
+        """
         params = _sampling(max_new_tokens, sampling)
         requests = [{"input_ids": list(ids), "sampling_params": params} for ids in prompts]
-        return [_output(o) for o in self.call("generate", limit_s, requests=requests)]
+        found = self.call("generate", limit_s, requests=requests, options=dict(options or {}))
+        return [_output(output) for output in found]
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 32, **sampling: Any) -> Request:
         """Send one request and return without waiting for it."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATION = ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json"
 SHIPPED = ROOT / "checkpoints/h200-llama3-8b-eagle3-fa3"
-ALL_KINDS = "cold,warm,1,2,3,5,7"
+ALL_KINDS = "native,cold,warm,1,2,3,5,7"
 
 RANDOM_TIERS = """
 import random
@@ -127,7 +127,7 @@ def read_rounds(path):
 
 
 def ran(row):
-    return ("warm" if row["keeps_warm"] else "cold") if row["num_steps"] == 0 else row["num_steps"]
+    return row["off"] or row["num_steps"]
 
 
 def check_accounts(rounds, outputs):
@@ -210,14 +210,14 @@ def test_a_policy_decides_and_is_traced_with_the_prefix_cache_on(tmp_path, plain
         trace = read_trace(trace_file)
     check_same_tokens(first, plain)
     check_same_tokens(again, plain)
-    # The only off that SGLang has in such a server is the cold zero-step tier.
-    assert "'native' runs as 'cold'" in log
+    assert "native rounds: eager" in log
+    assert "'native' runs as 'cold'" not in log
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert len({row["asked"] for row in rounds}) > 1
     check_accounts(rounds, [*first[2], *again[2]])
     decoded = [row for row in trace.rows if row.phase == "decode"]
     assert [(row.num_steps, row.batch_size) for row in decoded] == [
-        (row["num_steps"], row["batch_size"]) for row in rounds
+        (row["num_steps"] or None, row["batch_size"]) for row in rounds
     ]
     assert sum(row.new_tokens for row in trace.rows if row.phase == "prefill") > 0
     assert trace.header.zero_step == "cold"

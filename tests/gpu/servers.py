@@ -66,12 +66,12 @@ def cpu(kv_share, steps=None):
     return {k.replace("_", "-"): v for k, v in arguments.items()}, harness.environment()
 
 
-def plugins(folder):
-    """Make folders from which SGLang finds the control plugin, and ours if it is not installed.
+def plugins(folder, control="control_plugin"):
+    """Make folders from which SGLang finds a control plugin, and ours if it is not installed.
 
     It loads them in the order of the path: the control plugin first.
     """
-    wanted = {"control_plugin": "control_plugin:register"}
+    wanted = {control: f"{control}:register"}
     try:
         importlib.metadata.distribution("specgovernor")
     except importlib.metadata.PackageNotFoundError:
@@ -87,7 +87,16 @@ def plugins(folder):
 class Server:
     """A server in processes of its own."""
 
-    def __init__(self, folder, name, arguments, env, module="sglang.launch_server", ours=()):
+    def __init__(
+        self,
+        folder,
+        name,
+        arguments,
+        env,
+        module="sglang.launch_server",
+        ours=(),
+        control="control_plugin",
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -99,7 +108,11 @@ class Server:
             words.append(f"--{key}")
             if value is not True:
                 words += value if isinstance(value, list) else [value]
-        path = [env.get("PYTHONPATH"), *plugins(folder / "plugins"), os.environ.get("PYTHONPATH")]
+        path = [
+            env.get("PYTHONPATH"),
+            *plugins(folder / "plugins", control),
+            os.environ.get("PYTHONPATH"),
+        ]
         env = {**os.environ, **env, "PYTHONPATH": ":".join(str(p) for p in path if p)}
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
