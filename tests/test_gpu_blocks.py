@@ -38,6 +38,7 @@ def made(quads, cost, drift=0.0, batch_size=8):
             * (1.0 if block % 4 in (1, 2) else cost[(block - blocks.WARM_UP) // 4 % len(cost)])
             + drift * block,
             "background_s": 0.006,
+            "hooks_s": 0.0 if block % 4 in (1, 2) else 0.0006,
         }
         for block in range(blocks.WARM_UP + 4 * quads)
     ]
@@ -57,6 +58,8 @@ def test_share_kept_by_hand():
         "median": 0.8,
         "standard_error": 0,
         "interval_95": [0.8, 0.8],
+        "hooks_s_a_round": 0.00005,  # 10 blocks of 0.6 ms
+        "hooks_share": 0.004,
         "background_s_a_round": 0.001,  # 20 blocks of 6 ms, over 10 blocks of 12 rounds
         "least_share_kept": round(0.0095 / 0.013, 5),
     }
@@ -202,6 +205,7 @@ def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(
         assert (row["batch_size"], row["width"], row["rounds"]) == (2, 4, rounds)
         assert row["timed_rounds"] == rounds - 4
         assert row["tokens"] == 5 * row["timed_rounds"]
+        assert (row["hooks_s"] > 0) == (not row["bypassed"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
