@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -469,9 +470,12 @@ def start_server(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nothing has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

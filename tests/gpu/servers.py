@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -84,6 +85,15 @@ def plugins(folder, control="control_plugin"):
     return [*(folder / name for name in wanted), HERE, ROOT]
 
 
+def free_port():
+    """Return a port that nothing has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Server:
     """A server in processes of its own."""
 
@@ -97,9 +107,7 @@ class Server:
         ours=(),
         control="control_plugin",
     ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         words = [sys.executable, "-m", module, *ours, "--host", "127.0.0.1", "--port", port]
         words += ["--skip-server-warmup"]
         for key, value in arguments.items():
@@ -137,7 +145,8 @@ class Server:
                     async with session.get(f"{self.url}/health") as answer:
                         if answer.status == 200:
                             return
-                if self._process.poll() is not None or time.monotonic() > end_s:
+                taken = b"address already in use" in self.log.read_bytes()
+                if self._process.poll() is not None or taken or time.monotonic() > end_s:
                     self.close()
                     tail = self.log.read_text(errors="replace").splitlines()[-60:]
                     raise SystemExit("\n".join(["the server did not start", *tail]))
