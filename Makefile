@@ -10,6 +10,8 @@ VENV_ENGINE ?= .venv-engine
 TRAIN_ARGS ?=
 COMPARE_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that run tests side by side. An engine test keeps a core and up to 2 GiB busy.
+PYTEST_WORKERS ?= 2
 
 TRACES := training/data/traces/h200_llama3-8b-shape_eagle3_fa3
 H200_NOTES := "KV capacity: the speculative server's log gives tokens and a usage rounded to 0.01; \
@@ -37,10 +39,11 @@ train: $(VENV)/.train ## train the policy, then compare it with the baselines
 	$(BIN)/python -m training.compare $(COMPARE_ARGS)
 
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-engine: $(VENV_ENGINE)/.installed ## run the tests on the real SGLang engine, on a CPU
-	$(VENV_ENGINE)/bin/python -m pytest tests/engine -W default $(PYTEST_ARGS)
+	$(VENV_ENGINE)/bin/python -m pytest tests/engine -W default \
+	    -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff check .
@@ -100,7 +103,7 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(BIN)/python
 $(VENV_ENGINE)/.installed: constraints-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV_ENGINE)
 	$(VENV_ENGINE)/bin/python -m pip install -c constraints-engine.txt \
-	    sglang==0.5.23 pytest pytest-timeout safetensors \
+	    sglang==0.5.23 pytest pytest-timeout pytest-xdist safetensors \
 	    gymnasium matplotlib stable-baselines3 tyro wandb
 	$(VENV_ENGINE)/bin/python -m pip install --no-deps -e .
 	@touch $@

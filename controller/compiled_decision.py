@@ -15,6 +15,7 @@ from numba.extending import register_jitable
 
 from controller.acceptance import NUM_COUNTS
 from controller.compiled import HERE, cache_folder, compile_kernel
+from controller.decision import checked_rows
 from controller.features import (
     NUM_GLOBAL,
     NUM_PER_TIER,
@@ -35,94 +36,133 @@ from controller.tiers import MAX_NUM_STEPS
 
 Array = Any
 """A NumPy array; Numba looks at its type, and the controller's functions are typed for lists."""
-NO_LAUNCH = (-1, 0, False, 0)
 NOT_FINITE = -1
 """What the decision kernel returns if an entry of the observation is not finite."""
+NUM_SETTINGS = 4
+"""Settings before the tiers' draft steps."""
+MAX_EVENTS = 64
+"""Launches and results that may wait for the next decision."""
+RESULT = 1 << 17
+"""Bit of an event that is a result and no launch.
+
+An event is ``tier | num_steps << 8 | flag << 16 | rows << 18``: one number, since each one that is
+handed over costs time. The flag says whether a launch kept the draft warm, or whether a result
+began cold. The correct drafts of a result with one row are in the bits from ``CORRECT`` on, others
+in an array.
+"""
+CORRECT = 48
 
 
 @register_jitable
 def _parts(state: Array, num_tiers: int) -> tuple[Array, ...]:
-    """Return the parts of the state: memory, tries, successes, recent, ages, digest, work space."""
+    """Return memory, tries, successes, recent, ages, digest, histogram, step_s, costs."""
     tries = NUM_MEMORY
     successes = tries + NUM_COUNTS
     recent = successes + NUM_COUNTS
     ages = recent + num_tiers
     digest = ages + num_tiers
-    work = digest + SCRATCH_SIZE
+    histogram = digest + SCRATCH_SIZE
+    step_s = histogram + MAX_NUM_STEPS + 1
+    costs = step_s + num_tiers
     return (
         state[:tries],
         state[tries:successes],
         state[successes:recent],
         state[recent:ages],
         state[ages:digest],
-        state[digest:work],
-        state[work:],
+        state[digest:histogram],
+        state[histogram:step_s],
+        state[step_s:costs],
+        state[costs:],
     )
 
 
 @register_jitable
-def _launch(
-    state: Array, num_tiers: int, tier: int, steps: int, keeps_draft_warm: bool, batch_size: int
-) -> None:
-    """Record a launch, unless the tier is negative: then there is none to record."""
-    if tier >= 0:
-        memory, _, _, recent, ages, _, _ = _parts(state, num_tiers)
-        record_launch(memory, ages, recent, tier, steps, keeps_draft_warm, batch_size)
+def _record(num_events: int, correct: Array, settings: Array, state: Array) -> None:
+    """Record the events in their order; the arguments are those of :func:`_decide`."""
+    num_tiers = settings[3]
+    num_steps = settings[NUM_SETTINGS : NUM_SETTINGS + num_tiers]
+    memory, tries, successes, recent, ages, digest, histogram, _, _ = _parts(state, num_tiers)
+    first_row = 0
+    has_result = False
+    for index in range(num_events):
+        event = settings[NUM_SETTINGS + num_tiers + index]
+        tier, steps, flag = event & 255, event >> 8 & 255, event >> 16 & 1 > 0
+        rows = event >> 18 & 0x3FFFFFFF
+        if event & RESULT == 0:
+            record_launch(memory, ages, recent, tier, steps, flag, rows)
+            continue
+        has_result = True
+        histogram[:] = 0.0
+        if rows == 1:
+            histogram[event >> CORRECT] = 1.0
+        else:
+            for row in range(first_row, first_row + rows):
+                histogram[correct[row]] += 1.0
+            first_row += rows
+        record_result(tries, successes, recent, tier, steps, flag, histogram)
+    if has_result:
+        digest_evidence(digest, tries, successes, recent, num_steps)
 
 
 @register_jitable
-def _second_layer(h: Array, z: Array, second_weight: Array, vectors: Array) -> float:
+def _second_layer(h: Array, z: Array, weight: Array, bias: Array, logit_weight: Array) -> float:
     """Return what the second hidden layer adds to a logit; ``h`` before its relu, ``z`` work."""
     second = len(z)
-    z[:] = vectors[:second]
+    z[:] = bias
     for i in range(len(h)):
         x = h[i]
         if x > 0.0:
             for j in range(second):
-                z[j] += x * second_weight[i, j]
+                z[j] += x * weight[i, j]
     logit = 0.0
     for j in range(second):
         if z[j] > 0.0:
-            logit += z[j] * vectors[second + j]
+            logit += float(z[j]) * logit_weight[j]
     return logit
 
 
 @register_jitable
-def _best_tier(
-    observation: Array, num_tiers: int, weights: Array, hidden: int, second: int, work: Array
-) -> int:
+def _best_tier(network: Array, num_tiers: int, hidden: int, second: int) -> int:
     """Return the tier with the highest logit; the arguments are those of :func:`_decide`."""
     num_global = NUM_GLOBAL
     num_per_tier = NUM_PER_TIER
+    size = num_global + num_tiers * num_per_tier
+    observation = network[:size]
     if not math.isfinite(np.abs(observation).sum()):
         return NOT_FINITE
+    shared = network[size : size + hidden]
+    h = network[size + hidden : size + 2 * hidden]
+    z = network[size + 2 * hidden : size + 2 * hidden + second]
+    weights = network[size + 2 * hidden + second :]
     at = (num_global + 1) * hidden
     global_weight = weights[:at].reshape(num_global + 1, hidden)
     tier_weight = weights[at : at + num_per_tier * hidden].reshape(num_per_tier, hidden)
     at += num_per_tier * hidden
     second_weight = weights[at : at + hidden * second].reshape(hidden, second)
-    vectors = weights[at + hidden * second :]
-    shared = work[num_tiers : num_tiers + hidden]
-    h = work[num_tiers + hidden : num_tiers + 2 * hidden]
-    z = work[num_tiers + 2 * hidden :]
+    at += hidden * second
+    second_bias = weights[at : at + second]
+    logit_weight = weights[at + second : at + 2 * second]
+    skip_weight = weights[at + 2 * second :]
     # The inner loops run over neurons, not inputs: they need no reordering to use vector units.
     shared[:] = global_weight[num_global]
     for i in range(num_global):
-        x = float(observation[i])
+        x = observation[i]
         for j in range(hidden):
             shared[j] += x * global_weight[i, j]
     best = 0
     best_logit = -np.inf
     for k in range(num_tiers):
         start = num_global + k * num_per_tier
+        # Added up in double precision: the skip weights are large.
         logit = 0.0
         h[:] = shared
         for i in range(num_per_tier):
-            x = float(observation[start + i])
-            logit += x * vectors[2 * second + i]
+            x = observation[start + i]
+            logit += float(x) * skip_weight[i]
             for j in range(hidden):
                 h[j] += x * tier_weight[i, j]
-        logit += _second_layer(h, z, second_weight, vectors)
+        logit += _second_layer(h, z, second_weight, second_bias, logit_weight)
         if logit > best_logit:
             best_logit = logit
             best = k
@@ -134,127 +174,92 @@ def _decide(
     queue_depth: int,
     context_tokens: int,
     kv_use: float,
-    launched_tier: int,
-    launched_steps: int,
-    launched_warm: bool,
-    launched_batch: int,
-    max_running_requests: int,
-    prefill_s: float,
-    costs: Array,
-    num_steps: Array,
+    num_events: int,
+    correct: Array,
+    settings: Array,
     state: Array,
-    observation: Array,
-    weights: Array,
-    hidden: int,
-    second: int,
+    network: Array,
 ) -> int:
-    """Fill the observation and return the best tier, the first if some tie.
+    """Record what happened since the last decision, then fill the observation and choose.
 
-    Few arrays hold everything: each one that is handed over costs time, and more so in a server
-    whose other work has emptied the caches.
+    Few arguments hold everything: each one that is handed over costs time, and more so in a server
+    whose other work has emptied the caches. For the same reason the network is in single precision:
+    what takes longest then is to fetch its weights.
 
     Args:
-        batch_size: As :func:`controller.features.fill_observation` takes it, like the next four.
+        batch_size: As :func:`controller.features.fill_observation` takes it, like the next three.
         queue_depth: The same.
         context_tokens: The same.
         kv_use: The same.
-        launched_tier: See :func:`_launch`, like the next three.
-        launched_steps: The same.
-        launched_warm: The same.
-        launched_batch: The same.
-        max_running_requests: The same.
-        prefill_s: The same.
-        costs: ``(max_running_requests + 2, K)`` seconds by batch size; the last row is seconds a
-            context token.
-        num_steps: ``(K,)``.
-        state: Parts as :func:`_parts` lays them out.
-        observation: ``(observation_size(K),)``, filled; float32, as in training.
-        weights: Global weights and first bias ``(num_global + 1, hidden)``, tier weights
-            ``(num_per_tier, hidden)``, second weights ``(hidden, second)``, second bias, logit
-            weights, skip weights, one after the other.
-        hidden: Width of the first hidden layer.
-        second: Width of the second.
+        num_events: Launches and results since the last decision.
+        correct: Correct drafts of the rows of these results, one after the other; uint8.
+        settings: Largest batch, widths of the two hidden layers, K, ``(K,)`` draft steps, events;
+            int64.
+        state: Parts as :func:`_parts` lays them out; float64. Costs are ``(largest batch + 2, K)``
+            seconds by batch size, the last row seconds a context token, then the fixed seconds of
+            a prefill batch.
+        network: Observation, as in training, then work space for the hidden layers, then global
+            weights and first bias ``(num_global + 1, hidden)``, tier weights ``(num_per_tier,
+            hidden)``, second weights ``(hidden, second)``, second bias, logit weights, skip
+            weights; float32.
 
     Returns:
-        The tier, or ``NOT_FINITE``.
+        The best tier, the first if some tie, or ``NOT_FINITE``.
     """
-    num_tiers = len(num_steps)
-    _launch(state, num_tiers, launched_tier, launched_steps, launched_warm, launched_batch)
-    memory, _, _, _, ages, digest, work = _parts(state, num_tiers)
-    step_s = work[:num_tiers]
-    row = costs[min(batch_size, max_running_requests)]
-    slopes = costs[max_running_requests + 1]
+    _record(num_events, correct, settings, state)
+    limit = settings[0]
+    num_tiers = settings[3]
+    num_steps = settings[NUM_SETTINGS : NUM_SETTINGS + num_tiers]
+    memory, _, _, _, ages, digest, _, step_s, costs = _parts(state, num_tiers)
+    row = min(batch_size, limit) * num_tiers
+    slopes = (limit + 1) * num_tiers
     for k in range(num_tiers):
-        step_s[k] = row[k] + slopes[k] * context_tokens
+        step_s[k] = costs[row + k] + costs[slopes + k] * context_tokens
     fill_digested(
-        observation,
+        network,
         batch_size,
         queue_depth,
         context_tokens,
         kv_use,
-        max_running_requests,
+        limit,
         memory,
         ages,
         num_steps,
         step_s,
-        prefill_s,
+        costs[slopes + num_tiers],
         digest,
     )
-    return _best_tier(observation, num_tiers, weights, hidden, second, work)
+    return _best_tier(network, num_tiers, settings[1], settings[2])
 
 
-def _join(
-    state: Array,
-    num_steps: Array,
-    launched_tier: int,
-    launched_steps: int,
-    launched_warm: bool,
-    launched_batch: int,
+def _update(
+    num_events: int,
     num_joined: int,
     batch_size: int,
-) -> None:
-    """Record the launch before it and that requests joined, and digest the evidence."""
-    _launch(state, len(num_steps), launched_tier, launched_steps, launched_warm, launched_batch)
-    memory, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
-    record_join(memory, tries, successes, num_joined, batch_size)
-    digest_evidence(digest, tries, successes, recent, num_steps)
-
-
-def _result(
+    correct: Array,
+    settings: Array,
     state: Array,
-    num_steps: Array,
-    histogram: Array,
-    launched_tier: int,
-    launched_steps: int,
-    launched_warm: bool,
-    launched_batch: int,
-    tier: int,
-    steps: int,
-    cold_start: bool,
-    num_correct: Array,
 ) -> None:
-    """Record the launch before it and a result, and digest the evidence."""
-    _launch(state, len(num_steps), launched_tier, launched_steps, launched_warm, launched_batch)
-    _, tries, successes, recent, _, digest, _ = _parts(state, len(num_steps))
-    histogram[:] = 0
-    for count in num_correct:
-        if count <= MAX_NUM_STEPS:
-            histogram[count] += 1
-    record_result(tries, successes, recent, tier, steps, cold_start, histogram)
-    digest_evidence(digest, tries, successes, recent, num_steps)
+    """Record the events, and then that requests joined, if their number is positive."""
+    _record(num_events, correct, settings, state)
+    if num_joined > 0:
+        num_steps = settings[NUM_SETTINGS : NUM_SETTINGS + settings[3]]
+        memory, tries, successes, recent, _, digest, _, _, _ = _parts(state, len(num_steps))
+        record_join(memory, tries, successes, num_joined, batch_size)
+        digest_evidence(digest, tries, successes, recent, num_steps)
 
 
 _CACHE = cache_folder(HERE, (HERE,))
 _decide_kernel = compile_kernel(_decide, _CACHE)
-_join_kernel = compile_kernel(_join, _CACHE)
-_result_kernel = compile_kernel(_result, _CACHE)
+_update_kernel = compile_kernel(_update, _CACHE)
 
 
 class CompiledDecision:
     """Memory and network of one server; the counterpart of ``controller.decision.ListDecision``.
 
     A call of compiled code costs more than what it computes, above all in a server whose other work
-    has emptied the caches. So a launch is only noted, and recorded by whatever is called next.
+    has emptied the caches. So launches and results are only noted, and the next decision records
+    them: one call a decision.
     """
 
     def __init__(
@@ -271,16 +276,9 @@ class CompiledDecision:
 
         The arguments are those of ``controller.decision.ListDecision``.
         """
-        parameters = {name: value.astype(np.float64) for name, value in policy.parameters.items()}
+        parameters = policy.parameters
         num_tiers = len(num_steps)
         hidden, second = policy.hidden_sizes
-        self._policy = policy
-        self._num_tiers = num_tiers
-        self._num_steps: Array = np.array(num_steps, np.int64)
-        self._histogram: Array = np.zeros(MAX_NUM_STEPS + 1, np.int64)
-        self._observation: Array = np.zeros(observation_size(num_tiers), np.float32)
-        size = NUM_MEMORY + 2 * NUM_COUNTS + 2 * num_tiers + SCRATCH_SIZE
-        self._state: Array = np.zeros(size + num_tiers + 2 * hidden + second)
         weights = (
             parameters["global.weight"].T,
             parameters["hidden.bias"],
@@ -290,28 +288,40 @@ class CompiledDecision:
             parameters["logit.weight"],
             parameters["skip.weight"],
         )
-        self._fixed: tuple[Any, ...] = (
-            max_running_requests,
-            prefill_s,
-            np.ascontiguousarray(np.vstack((base_s, context_s)), np.float64),
-            self._num_steps,
-            self._state,
-            self._observation,
-            np.concatenate([np.ravel(weight) for weight in weights]),
-            hidden,
-            second,
+        self._policy = policy
+        self._num_tiers = num_tiers
+        self._num_steps: Array = np.array(num_steps, np.int64)
+        numbers = (max_running_requests, hidden, second, num_tiers, *num_steps)
+        self._settings: Array = np.array((*numbers, *[0] * MAX_EVENTS), np.int64)
+        self._events = memoryview(self._settings[len(numbers) :].data)
+        self._num_events = 0
+        size = NUM_MEMORY + 2 * NUM_COUNTS + 2 * num_tiers + SCRATCH_SIZE
+        self._state: Array = np.concatenate(
+            (
+                np.zeros(size + MAX_NUM_STEPS + 1 + num_tiers),
+                np.ravel(base_s),
+                np.ravel(context_s),
+                (prefill_s,),
+            )
         )
-        self._pending: tuple[int, int, bool, int] = NO_LAUNCH
+        work = observation_size(num_tiers) + 2 * hidden + second
+        self._network: Array = np.concatenate(
+            [np.zeros(work), *(np.ravel(weight) for weight in weights)], dtype=np.float32
+        )
+        self._correct: Array = np.zeros(2 * max_running_requests + 1, np.uint8)
+        self._correct_bytes = memoryview(self._correct.data)
+        self._num_rows = 0
         self._stale = False
         self._reset(current_tier)
         self._rehearse()
         self._reset(current_tier)
 
     def _reset(self, current_tier: int) -> None:
-        memory, tries, successes, recent, ages, digest, _ = _parts(self._state, self._num_tiers)
+        memory, tries, successes, recent, ages, digest, *_ = _parts(self._state, self._num_tiers)
         reset_memory(memory, tries, successes, recent, ages, current_tier)
         digest_evidence(digest, tries, successes, recent, self._num_steps)
-        self._pending, self._stale = NO_LAUNCH, False
+        self._num_events = self._num_rows = 0
+        self._stale = False
 
     def _rehearse(self) -> None:
         """Call everything once, so that no request waits for a compiler."""
@@ -320,15 +330,18 @@ class CompiledDecision:
         steps = int(self._num_steps[tier])
         self.launched(tier, steps, True, 1)
         self.result(tier, steps, False, b"\0")
+        self.choose(1, 0, 1, 0.0)
 
     @property
     def accept_len(self) -> Array:
         """Estimated accept length by scale and depth; see :mod:`controller.acceptance`."""
+        self._update()
         return _parts(self._state, self._num_tiers)[5]
 
     @property
     def recent_accept_len(self) -> Array:
         """``(K,)`` mean accept length of each tier's recent rounds; 1 for a tier never run."""
+        self._update()
         return _parts(self._state, self._num_tiers)[3]
 
     def choose(self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float) -> int:
@@ -337,38 +350,72 @@ class CompiledDecision:
         Raises:
             SpecGovernorError: If an entry of the observation is not finite.
         """
-        pending, self._pending = self._pending, NO_LAUNCH
         tier: int = _decide_kernel(
-            batch_size, queue_depth, context_tokens, kv_use, *pending, *self._fixed
+            batch_size,
+            queue_depth,
+            context_tokens,
+            kv_use,
+            self._num_events,
+            self._correct,
+            self._settings,
+            self._state,
+            self._network,
         )
+        self._num_events = self._num_rows = 0
         if tier == NOT_FINITE:
-            return self._policy.choose(self._observation)  # Names the entry in its error.
+            return self._policy.choose(
+                self._network[: observation_size(self._num_tiers)]
+            )  # Names the entry in its error.
         return tier
 
     def joined(self, num_joined: int, batch_size: int) -> None:
         """Note that requests were prefilled into what is now a batch of ``batch_size``."""
-        pending, self._pending = self._pending, NO_LAUNCH
-        _join_kernel(self._state, self._num_steps, *pending, num_joined, batch_size)
+        self._update(num_joined, batch_size)
+
+    def _update(self, num_joined: int = 0, batch_size: int = 0) -> None:
+        """Record what was noted, and then that requests joined, if any did."""
+        if self._num_events == 0 and num_joined == 0:
+            return
+        _update_kernel(
+            self._num_events, num_joined, batch_size, self._correct, self._settings, self._state
+        )
+        self._num_events = self._num_rows = 0
 
     def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note the round that runs now; return whether it drafts on a stale draft state."""
-        if self._pending is not NO_LAUNCH:  # Another one, with nothing in between.
-            self.joined(0, batch_size)
-        self._pending = (tier, num_steps, keeps_warm, batch_size)
+        if self._num_events == MAX_EVENTS:  # No decision came for long.
+            self._update()
+        self._events[self._num_events] = tier | num_steps << 8 | keeps_warm << 16 | batch_size << 18
+        self._num_events += 1
+        # As `record_launch` will find it: what it remembers is of launches that may be noted only.
         cold_start = self._stale and num_steps > 0
         self._stale = num_steps == 0 and not keeps_warm
         return cold_start
 
-    def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
-        """Add the correct drafts of each row of a round."""
-        pending, self._pending = self._pending, NO_LAUNCH
-        _result_kernel(
-            self._state,
-            self._num_steps,
-            self._histogram,
-            *pending,
-            tier,
-            num_steps,
-            cold_start,
-            np.frombuffer(num_correct, np.uint8),
-        )
+    def result(
+        self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]
+    ) -> None:
+        """Note the result of a round; see ``controller.decision.ListDecision``."""
+        if num_steps > MAX_NUM_STEPS:
+            return
+        if self._num_events == MAX_EVENTS:
+            self._update()
+        rows = len(num_correct)
+        event = RESULT | tier | num_steps << 8 | cold_start << 16 | rows << 18
+        if rows == 1 and 0 <= num_correct[0] <= num_steps:
+            event |= num_correct[0] << CORRECT
+        else:
+            self._note_rows(checked_rows(num_correct, num_steps))
+        self._events[self._num_events] = event
+        self._num_events += 1
+
+    def _note_rows(self, rows: bytes) -> None:
+        end = self._num_rows + len(rows)
+        if end > len(self._correct):
+            self._update()
+            end = len(rows)
+        if end > len(self._correct):
+            self._correct = np.zeros(end, np.uint8)
+            self._correct_bytes = memoryview(self._correct.data)
+        self._correct_bytes[self._num_rows : end] = rows
+        self._num_rows = end

@@ -47,8 +47,10 @@ class Decision(Protocol):
     def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
         """Note a launch; return whether it drafts on a stale draft state."""
 
-    def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
-        """Add the result of a round."""
+    def result(
+        self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]
+    ) -> None:
+        """Add the result of a round, which the overlap schedule gives one launch later."""
 
 
 class ListDecision:
@@ -149,14 +151,41 @@ class ListDecision:
             self._memory, self._ages, self._recent, tier, num_steps, keeps_warm, batch_size
         )
 
-    def result(self, tier: int, num_steps: int, cold_start: bool, num_correct: bytes) -> None:
-        """Add the correct drafts of each row of a round, a byte each."""
+    def result(
+        self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]
+    ) -> None:
+        """Add the result of a round, which the overlap schedule gives one launch later.
+
+        Args:
+            tier: The tier that ran.
+            num_steps: Draft steps that it really had.
+            cold_start: What :meth:`launched` returned for it.
+            num_correct: Correct drafts of each row, those of finished requests included.
+
+        Raises:
+            ValueError: If a row has more correct drafts than there were.
+        """
+        if num_steps > MAX_NUM_STEPS:
+            return  # Deeper than anything the policy could have asked for: shadow mode only.
+        rows = checked_rows(num_correct, num_steps)
         # Counting bytes is many times faster than a loop.
-        histogram = [num_correct.count(value) for value in range(MAX_NUM_STEPS + 1)]
+        histogram = [rows.count(value) for value in range(MAX_NUM_STEPS + 1)]
         record_result(
             self._tries, self._successes, self._recent, tier, num_steps, cold_start, histogram
         )
         self._digest_evidence()
+
+
+def checked_rows(num_correct: Sequence[int], num_steps: int) -> bytes:
+    """Return the correct drafts of each row, a byte each.
+
+    Raises:
+        ValueError: If one is negative or more than ``num_steps``.
+    """
+    rows = bytes(num_correct)
+    if rows and max(rows) > num_steps:
+        raise ValueError(f"expected 0 to {num_steps} correct drafts a row, got {max(rows)}")
+    return rows
 
 
 def make_decision(

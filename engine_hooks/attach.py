@@ -6,6 +6,7 @@ from typing import Any
 
 from controller.checkpoint import Checkpoint
 from controller.errors import ConfigError, SpecGovernorError
+from controller.tiers import NATIVE
 from engine_hooks import symbols
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.driver import Driver
@@ -13,6 +14,7 @@ from engine_hooks.governor import Governor
 from engine_hooks.guard import Guard
 from engine_hooks.header import trace_header
 from engine_hooks.metrics import GovernorMetrics
+from engine_hooks.native_setup import set_up
 from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceRecorder
 from engine_hooks.settings import ON, Settings
@@ -51,7 +53,7 @@ class Attachment:
         """
         original(scheduler, *args, **kwargs)
         # On every rank, although one records: they must all see the same.
-        self._driver.context.exact = self._settings.trace is not None
+        self._driver.load.exact = self._settings.trace is not None
         if self._settings.policy is not None:
             self._govern(scheduler)
         for record in (self._log_decisions, self._record):
@@ -63,14 +65,17 @@ class Attachment:
     def _govern(self, scheduler: Any) -> None:
         version = symbols.installed_version()
         checkpoint: Checkpoint | None = None
+        # Every rank gets through this, and to the comparison, whatever goes wrong on it.
+        native = set_up(self._driver.off.native, scheduler, self._wants_native)
         try:
             checkpoint = self._checked(scheduler)
-            governor = self._governor(scheduler, checkpoint)
+            governor = self._governor(scheduler, checkpoint, native)
             symbols.kv_use(scheduler)  # What every decision reads must be readable.
             state = (
                 f"{checkpoint.sha256} {checkpoint.calibration.sha256} {self._settings.mode} "
-                f"{governor.tiers.num_steps} "
-                f"{governor.compiled} {self._settings.guard} {self._settings.trace is None}"
+                f"{governor.tiers.num_steps} {governor.tiers.kinds} "
+                f"{governor.compiled} {self._settings.guard} {self._settings.trace is None} "
+                f"{self._settings.repeat}"
             )
             reason = ""
         except SpecGovernorError as error:
@@ -87,7 +92,7 @@ class Attachment:
         if not ranks_agree(state, scheduler.tp_cpu_group):
             reason = reason or (
                 "the tensor-parallel ranks differ in policy, calibration, tiers, mode, guard, "
-                "trace or Numba"
+                "trace, repeated rounds or Numba"
             )
         if reason or checkpoint is None:
             self._refuse(version, reason)
@@ -95,6 +100,7 @@ class Attachment:
         driver = self._driver
         driver.ignores_queue = symbols.queues_differ_between_ranks(version)
         driver.governor = governor
+        driver.repeat_rounds = self._settings.repeat
         params = symbols.governed_params(scheduler)
         if isinstance(params, GovernedParams):
             driver.params = params
@@ -145,7 +151,13 @@ class Attachment:
             raise ConfigError(f"no hook sits on {', '.join(missing)}; another plugin may be on it")
         return checkpoint
 
-    def _governor(self, scheduler: Any, checkpoint: Checkpoint) -> Governor:
+    def _wants_native(self, scheduler: Any) -> bool:
+        """Tell whether the policy has a native tier, and the server can change tiers."""
+        tiers = self._settings.load_policy().tiers
+        governed = isinstance(symbols.governed_params(scheduler), GovernedParams)
+        return governed and any(tier.kind == NATIVE for tier in tiers)
+
+    def _governor(self, scheduler: Any, checkpoint: Checkpoint, native: bool) -> Governor:
         params = symbols.governed_params(scheduler)
         governed = isinstance(params, GovernedParams)
         if self._settings.mode == ON and not governed:
@@ -154,7 +166,7 @@ class Attachment:
                 f"{type(params).__name__} has taken its place"
             )
         initial = params.static_steps if governed else symbols.initial_steps(scheduler)
-        governor = Governor(checkpoint, scheduler.max_running_requests, initial)
+        governor = Governor(checkpoint, scheduler.max_running_requests, initial, native)
         if governed:
             lacking = sorted(set(governor.tiers.num_steps) - set(params.candidate_steps))
             if lacking:
@@ -165,6 +177,7 @@ class Attachment:
         return governor
 
     def _refuse(self, version: str, reason: str) -> None:
+        self._driver.off.native.remove()
         line = refusal_line(version, reason)
         if self._settings.strict:
             raise ConfigError(line)

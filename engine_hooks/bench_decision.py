@@ -118,23 +118,17 @@ class Bench:
 
     def launch(self) -> Any:
         """Take a snapshot and decide; what the scheduler waits for before a launch."""
-        driver = self.driver
-        launch = driver._observe(self.scheduler, self.batch, 0.0)
-        if launch is not None and driver.governor is not None:
-            driver._decide(driver.governor, self.scheduler, self.batch, launch)
-        return launch
+        return self.driver._begin_round(self.scheduler, self.batch, 0.0)
 
     def learn(self, launch: Any, correct: list[int]) -> None:
         """Note the launch and its result."""
-        launch.result = SimpleNamespace(
-            speculative_num_draft_tokens=self.driver.params.next_steps + 1
-            if self.driver.params is not None
-            else 1,
-            num_correct_drafts_per_req_cpu=correct,
+        steps = 0 if self.driver.params is None else self.driver.params.next_steps
+        result = SimpleNamespace(
+            speculative_num_draft_tokens=steps + 1, num_correct_drafts_per_req_cpu=correct
         )
-        self.driver._after(launch)
-        self.driver._launches.clear()
-        self.driver._learn(launch, self.batch, None)
+        self.driver._launched(launch, result)
+        self.driver._launches.pop(id(result))
+        self.driver._learn(launch, self.batch.reqs, None, 0.0)
 
     def correct_drafts(self) -> list[int]:
         """Draw the correct drafts of a round."""

@@ -3,65 +3,53 @@
 SGLang launches a batch (``run_batch``) and later has its result (``process_batch_result``), under
 the overlap schedule after the next launch. Around these two calls stand the two hooks of
 :class:`Driver`; SGLang's own errors pass through, those of the hooks end in :meth:`Driver._failed`.
+
+At small batches the GPU waits for the scheduler's own Python, so that every microsecond here is one
+that a round takes longer; and since the caches hold other things by then, what counts is how much
+code and data a round touches. So a round only does what the next decision needs. All else is done
+for many rounds at once (:meth:`Driver._hand_over`), where it runs from the caches.
 """
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 from controller.errors import SpecGovernorError
-from controller.tiers import COLD, WARM
-from engine_hooks.context import ContextCounter
+from controller.tiers import WARM
 from engine_hooks.decision_log import DecisionLog
 from engine_hooks.governor import Governor
 from engine_hooks.guard import Guard
-from engine_hooks.metrics import GovernorMetrics, RoundCount
+from engine_hooks.load import LoadReader
+from engine_hooks.metrics import GovernorMetrics
 from engine_hooks.params import GovernedParams
-from engine_hooks.recorder import TraceFields, TraceRecorder
-from engine_hooks.settings import MODES, OFF, ON
+from engine_hooks.recorder import TraceRecorder
+from engine_hooks.rounds import Launch, decision_row, round_count, trace_row
+from engine_hooks.settings import DEFAULT_REPEAT, MODES, OFF, ON
 from engine_hooks.summary import Summary
 from engine_hooks.symbols import (
     count_context,
     kept_context,
-    kv_use,
     prefilled_requests,
     requested_mode,
     settings_reply,
 )
-from engine_hooks.tiers import DraftExtendSwitch, RunnableTiers
+from engine_hooks.tiers import OffSwitch
 
 logger = logging.getLogger(__name__)
 
 
 MAX_LAUNCHES = 8
 """Launches that are remembered; the overlap schedule has two without a result."""
-
-
-@dataclass(slots=True)
-class Launch:
-    """A batch between its launch and its result."""
-
-    result: Any
-    decode: bool
-    batch_size: int
-    context_tokens: int
-    queue_depth: int
-    kv_use: float
-    new_tokens: int | None
-    started_s: float
-    joined: int = 0
-    host_s: float = 0.0
-    num_steps: int | None = None
-    keeps_warm: bool = True
-    asked: int | None = None
-    tier: int | None = None
-    cold_start: bool = False
-    forced: bool = False
-    decide_s: float | None = None
+REPEAT_BATCH = 4
+"""Largest batch at which a decision stands for several rounds. With so few requests SGLang waits
+for its own Python, not for the GPU, so that a decision's time is lost in full."""
+HAND_OVER_ROUNDS = 25
+"""Results after which summary, guard and metrics are told of them."""
+MIN_STEADY = 3
+"""Results of a tier in a row from which its round times count. The first ends the time of another
+tier, and under the overlap schedule the host prepared the second while that was still running."""
 
 
 class Driver:
@@ -76,7 +64,10 @@ class Driver:
         recorder: Step trace, or None.
         decisions: Decision log, or None.
         summary: Counts the rounds for the log.
-        context: Counts context tokens.
+        off: Says which kind of off rounds without steps are.
+        load: Reads context tokens and the use of the KV cache.
+        repeat_rounds: Rounds that a decision stands for at up to ``REPEAT_BATCH`` requests, unless
+            some join or leave.
         ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
         fallbacks: Errors of the hooks; each left a round at the static steps.
     """
@@ -90,44 +81,55 @@ class Driver:
         self.recorder: TraceRecorder | None = None
         self.decisions: DecisionLog | None = None
         self.summary = Summary()
+        self.repeat_rounds = DEFAULT_REPEAT
         self.ignores_queue = False
         self.fallbacks = 0
-        self._draft_extend = DraftExtendSwitch()
-        self.context = ContextCounter()
+        self.off = OffSwitch()
+        self.load = LoadReader()
         # Weak: in a server that never decodes them, nothing else would take them out.
         self._prefilled: WeakSet[Any] = WeakSet()
         self._any_prefilled = False  # Asking the set takes longer.
-        self._launches: deque[Launch] = deque(maxlen=MAX_LAUNCHES)
+        # By the identity of its result, which the launch keeps alive.
+        self._launches: dict[int, Launch] = {}
+        # Rounds that repeat a decision: how many were planned and are left, of how many requests;
+        # the launch that decided; and of each since: result, clock at its launch, seconds of its
+        # launch, clock when its result had been processed, requests and which of them were done.
+        self._repeats_planned = 0
+        self._repeats_left = 0
+        self._repeat_batch = 0
+        self._decided: Launch | None = None
+        self._repeats: list[list[Any]] = []
         self._last_result_s: float | None = None
+        self._done: list[Launch] = []
+        # As far as they were handed over: the tier of the last result, how many had it in a row.
         self._last_tier: int | None = None
         self._same_tier_results = 0
-        self._to_measure: list[tuple[Any, ...]] = []
 
     def run_batch(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Decide before the launch; note after it what really runs."""
-        launch = None
+        launch, repeats = None, False
         started_s = time.perf_counter()
         try:
-            # First of all: a rank that left out one of these calls would wait for the others.
-            guard = self._acting_guard
-            if guard is not None and batch.forward_mode.is_decode():
-                self._begin_guarded(guard)
-            launch = self._observe(scheduler, batch, started_s)
-            if launch is not None and launch.decode and self.governor is not None:
-                self._decide(self.governor, scheduler, batch, launch)
-                if launch.asked is not None:
-                    launch.decide_s = time.perf_counter() - started_s
+            if not batch.forward_mode.is_decode():
+                launch = self._begin_prefill(scheduler, batch, started_s)
+            elif self._repeats_left and len(batch.reqs) == self._repeat_batch:
+                self._repeats_left -= 1
+                repeats = True
+            else:
+                launch = self._begin_round(scheduler, batch, started_s)
+            if launch is not None:
+                launch.decided_s = time.perf_counter()
         except Exception:
             self._failed()
-        started_s = time.perf_counter()
         result = original(scheduler, batch, *args, **kwargs)
-        if launch is not None:
+        if repeats:
+            host_s = 0.0 if self.recorder is None else time.perf_counter() - started_s
+            self._repeats.append([result, started_s, host_s, None, None, None])
+        elif launch is not None:
             try:
-                launch.host_s = time.perf_counter() - started_s
-                launch.result = result
-                self._after(launch)
+                self._launched(launch, result)
             except Exception:
                 self._failed()
         return result
@@ -143,16 +145,22 @@ class Driver:
     ) -> Any:
         """Let the scheduler process the result, then learn from it."""
         finished = None
-        try:
-            if self.decisions is not None:
+        if self.decisions is not None:
+            try:
                 finished = [request.finished() for request in batch.reqs]
-        except Exception:
-            self._failed()
+            except Exception:
+                self._failed()
         returned = original(scheduler, batch, result, *args, **kwargs)
+        for repeat in self._repeats:
+            if repeat[0] is result:
+                repeat[3] = time.perf_counter()
+                if finished is not None:
+                    repeat[4:] = batch.reqs, finished
+                return returned
         try:
-            launch = self._launch_of(result)
+            launch = self._launches.pop(id(result), None)
             if launch is not None:
-                self._learn(launch, batch, finished)
+                self._learn(launch, batch.reqs, finished, time.perf_counter())
             elif self.governor is not None and batch.forward_mode.is_decode():
                 raise RuntimeError("a decode result belongs to no launch that was seen")
         except Exception:
@@ -197,6 +205,8 @@ class Driver:
                 "SGLang does not ask this server for draft steps (adaptive speculation is off); "
                 "start it with SPECGOVERNOR_MODE=on to see why"
             )
+        self._hand_over()
+        self._repeat_batch = -1
         before, self.mode = self.mode, mode
         self._go_static()
         if self.metrics is not None:
@@ -206,70 +216,115 @@ class Driver:
 
     def on_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
         """Note that the time until the next result will not be the time of a batch."""
+        if self._done or self._repeats:
+            try:
+                self._hand_over()
+            except Exception:
+                self._failed()
         self._last_result_s = None
         return original(scheduler, *args)
 
-    def _observe(self, scheduler: Any, batch: Any, started_s: float) -> Launch | None:
-        """Return a note of the launch, or None if its result will tell nothing."""
+    def _begin_round(self, scheduler: Any, batch: Any, started_s: float) -> Launch:
+        """Decide on a decode round; return a note of its launch."""
+        # First of all: a rank that left out one of these calls would wait for the others.
+        rounds = 1 + self._repeats_planned - self._repeats_left
+        self._repeats_planned = self._repeats_left = 0
+        guard = self.guard
+        guarded = guard is not None and self.mode == ON and self._begin_guarded(guard, rounds)
+        governor = self.governor
+        requests = batch.reqs
+        batch_size = self._repeat_batch = len(requests)
+        # The same on all ranks, whatever goes wrong below: they must count the same rounds.
+        if batch_size <= REPEAT_BATCH and not guarded:
+            self._repeats_planned = self._repeats_left = self.repeat_rounds - 1
+        if self._repeats:
+            self._learn_repeats()
+        if self._any_prefilled:
+            joined = self._take_joined(requests)
+            if joined:
+                self.load.forget()
+                if governor is not None:
+                    governor.joined(joined, batch_size)
+        load = self.load
+        load.update(None if governor is None else scheduler, batch, batch_size)
+        launch = Launch(
+            True,
+            batch_size,
+            load.context_tokens,
+            0 if self.ignores_queue else len(scheduler.waiting_queue),
+            load.kv_use,
+            started_s,
+        )
+        self._decided = launch
+        if governor is not None and self.mode != OFF:
+            try:
+                self._decide(governor, launch, guarded)
+            except Exception:
+                launch.asked = None
+                self._failed()
+        return launch
+
+    def _begin_prefill(self, scheduler: Any, batch: Any, started_s: float) -> Launch | None:
+        """Return a note of the launch of anything else, or None if its result tells nothing."""
+        self._repeat_batch = -1  # Whoever joins wants a new decision.
+        if self._repeats:
+            self._learn_repeats()
         mode = batch.forward_mode
-        decode = bool(mode.is_decode())
-        if not decode and not mode.is_idle() and self.governor is not None:
+        if self.governor is not None and not mode.is_idle():
             self._prefilled.update(prefilled_requests(batch))
             self._any_prefilled = True
-        if not decode and not mode.is_extend():
+        if not mode.is_extend():
             return None
-        joined = 0
-        if decode and self._any_prefilled:
-            joined = self._take_joined(batch.reqs)
-            if joined:
-                self.context.forget()
         return Launch(
-            result=None,
-            decode=decode,
-            joined=joined,
-            batch_size=len(batch.reqs),
-            # What the counter remembers must be the same on all ranks: decode rounds only.
-            context_tokens=self.context.tokens(batch) if decode else self._prefill_context(batch),
-            queue_depth=0 if self.ignores_queue else len(scheduler.waiting_queue),
-            kv_use=0.0,
-            new_tokens=None if decode else batch.extend_num_tokens,
-            started_s=started_s,
+            False,
+            len(batch.reqs),
+            self._prefill_context(batch),
+            0 if self.ignores_queue else len(scheduler.waiting_queue),
+            0.0,
+            started_s,
+            new_tokens=batch.extend_num_tokens,
         )
 
-    def _begin_guarded(self, guard: Guard) -> None:
-        """Count the round; a guard that cannot reach the other ranks is of no use any more."""
+    def _begin_guarded(self, guard: Guard, rounds: int) -> bool:
+        """Count the round, and return whether the guard may overrule the policy in it.
+
+        A guard that cannot reach the other ranks is of no use any more.
+        """
         try:
-            if guard.judges_next:
-                self._add_measured(guard)
-            guard.begin_round()
+            return guard.begin_round(self._hand_over, rounds)
         except Exception:
             self.guard = None
             self._failed()
+        return False
 
     def _prefill_context(self, batch: Any) -> int:
-        """Return the context tokens of a prefill batch for the trace, on the rank that has one."""
+        """Return the context tokens of a prefill batch for the trace, on the rank that has one.
+
+        The reader is left out of it: what it remembers must be the same on all ranks.
+        """
         if self.recorder is None:
             return 0
         total = kept_context(batch)
         return count_context(batch) if total is None else total
 
-    def _decide(self, governor: Governor, scheduler: Any, batch: Any, launch: Launch) -> None:
-        if launch.joined:
-            governor.joined(launch.joined, launch.batch_size)
-        launch.kv_use = kv_use(scheduler)
-        if self.mode == OFF:
-            return
-        launch.asked = governor.decide(
+    def _decide(self, governor: Governor, launch: Launch, guarded: bool) -> None:
+        asked = governor.policy_tier(
             launch.batch_size, launch.queue_depth, launch.context_tokens, launch.kv_use
         )
-        if self.mode == ON and self.params is not None:
-            forced = None if self.guard is None else self.guard.tier(launch.batch_size)
-            if forced is not None:
-                launch.asked, launch.forced = forced, True
-            steps = governor.tiers.num_steps[launch.asked]
+        tiers = governor.tiers
+        if not 0 <= asked < len(tiers.num_steps):
+            raise ValueError(f"expected a tier from 0 to {len(tiers.num_steps) - 1}, got {asked}")
+        params = self.params
+        if params is not None and self.mode == ON:
+            if guarded and self.guard is not None:
+                forced = self.guard.tier(launch.batch_size)
+                if forced is not None:
+                    asked, launch.forced = forced, True
+            steps = tiers.num_steps[asked]
             if steps == 0:
-                self._draft_extend.keep_warm(governor.tiers.keeps_warm[launch.asked])
-            self.params.next_steps = steps
+                self.off.ask(tiers.kinds[asked])
+            params.next_steps = steps
+        launch.asked = asked
 
     def _take_joined(self, requests: list[Any]) -> int:
         """Return how many prefilled requests are in a decode batch for the first time.
@@ -281,146 +336,124 @@ class Driver:
         self._any_prefilled = len(self._prefilled) > 0
         return len(joined)
 
-    def _after(self, launch: Launch) -> None:
+    def _launched(self, launch: Launch, result: Any) -> None:
+        """Note which tier runs, and wait for the result."""
+        launch.result = result
+        if self.recorder is not None:
+            launch.host_s = time.perf_counter() - launch.decided_s
         if launch.decode:
-            width = launch.result.speculative_num_draft_tokens
-            launch.num_steps = None if width is None else width - 1
-            launch.keeps_warm = bool(launch.num_steps) or self._draft_extend.keeps_warm
-            if self.governor is not None and launch.num_steps is not None:
-                launch.tier = self._tier_of(self.governor.tiers, launch)
-                launch.cold_start = self.governor.launched(
-                    launch.tier, launch.num_steps, launch.keeps_warm, launch.batch_size
+            self._note_tier(launch)
+        self._await(launch)
+
+    def _await(self, launch: Launch) -> None:
+        launches = self._launches
+        launches[id(launch.result)] = launch
+        if len(launches) > MAX_LAUNCHES:
+            del launches[next(iter(launches))]  # The oldest will have no result any more.
+
+    def _note_tier(self, launch: Launch) -> None:
+        """Note which tier a launch runs."""
+        width = launch.result.speculative_num_draft_tokens
+        if width is None:
+            return
+        steps = launch.num_steps = width - 1
+        if steps == 0:
+            launch.off = self.off.ran
+            launch.keeps_warm = launch.off == WARM
+        governor = self.governor
+        if governor is not None:
+            tiers, tier = governor.tiers, launch.asked
+            # Mostly the tier that was asked for.
+            if (
+                tier is None
+                or tiers.num_steps[tier] != steps
+                or (steps == 0 and tiers.kinds[tier] != launch.off)
+            ):
+                tier = tiers.index_of(steps, launch.keeps_warm, tier, launch.off)
+            launch.tier = tier
+            launch.cold_start = governor.launched(tier, steps, launch.keeps_warm, launch.batch_size)
+
+    def _learn_repeats(self) -> None:
+        """Catch up with the rounds that repeated a decision, before there is another one."""
+        repeats, self._repeats = self._repeats, []
+        decided = self._decided
+        for result, started_s, host_s, result_s, requests, finished in repeats:
+            launch = Launch(True, self._repeat_batch, 0, 0, 0.0, started_s, repeats=True)
+            launch.result, launch.host_s = result, host_s
+            if decided is not None:
+                launch.batch_size, launch.context_tokens = (
+                    decided.batch_size,
+                    decided.context_tokens,
                 )
-                ran = self.governor.tiers.tiers[launch.tier].name
-                self.summary.add(ran, launch.asked == launch.tier, self.fallbacks)
-        self._launches.append(launch)
+                launch.queue_depth, launch.kv_use = decided.queue_depth, decided.kv_use
+                launch.asked = decided.asked
+            self._note_tier(launch)
+            if result_s is None:  # Under the overlap schedule the last one's is still to come.
+                self._await(launch)
+            else:
+                self._learn(launch, requests, finished, result_s)
 
-    @staticmethod
-    def _tier_of(tiers: RunnableTiers, launch: Launch) -> int:
-        """Return the tier that ran, which is mostly the one that was asked for."""
-        asked, steps = launch.asked, launch.num_steps or 0
-        if (
-            asked is not None
-            and tiers.num_steps[asked] == steps
-            and tiers.keeps_warm[asked] == launch.keeps_warm
-        ):
-            return asked
-        return tiers.index_of(steps, launch.keeps_warm, asked)
+    def _learn(
+        self, launch: Launch, requests: list[Any], finished: list[bool] | None, now_s: float
+    ) -> None:
+        """Learn from a result what the next decision needs.
 
-    def _launch_of(self, result: Any) -> Launch | None:
-        """Take out the launch with this result, and any before it: they will have none."""
-        for index, launch in enumerate(self._launches):
-            if launch.result is result:
-                for _ in range(index + 1):
-                    self._launches.popleft()
-                return launch
-        return None
-
-    def _learn(self, launch: Launch, batch: Any, finished: list[bool] | None) -> None:
-        correct = launch.result.num_correct_drafts_per_req_cpu if launch.num_steps else None
-        now_s = time.perf_counter()
+        Args:
+            launch: Of the result.
+            requests: Of the batch; only for the decision log.
+            finished: Which of them were done before; only for the decision log.
+            now_s: Clock when the result had been processed.
+        """
         # Nothing ran before the first batch after an idle time: it began with its launch.
         before_s = launch.started_s if self._last_result_s is None else self._last_result_s
         self._last_result_s = now_s
-        round_s = now_s - before_s
-        if self.governor is not None and launch.tier is not None:
-            if correct is not None:
-                steps = launch.num_steps or 0
-                self.governor.result(launch.tier, steps, launch.cold_start, correct)
-            if self.metrics is not None:
-                self.metrics.put(self._round_count(launch, correct))
-        guard = self._acting_guard
-        if guard is not None:
-            self._measure(guard, launch, correct, round_s)
+        launch.round_s = now_s - before_s
+        if launch.num_steps:
+            correct = launch.correct = launch.result.num_correct_drafts_per_req_cpu
+            if correct is not None and launch.tier is not None and self.governor is not None:
+                self.governor.result(launch.tier, launch.num_steps, launch.cold_start, correct)
         if self.recorder is not None:
-            self.recorder.put(self._trace_row(launch, correct, round_s))
-        if self.decisions is not None and finished is not None and launch.decode:
-            self.decisions.put(self._decision_row(launch, batch, finished))
+            self.recorder.put(trace_row(launch))
+        if finished is not None and self.decisions is not None and launch.decode:
+            tiers = None if self.governor is None else self.governor.tiers
+            self.decisions.put(decision_row(launch, tiers, requests, finished))
+        if self.governor is not None:
+            launch.result = None  # It holds tensors.
+            self._done.append(launch)
+            if len(self._done) >= HAND_OVER_ROUNDS:
+                self._hand_over()
 
-    @property
-    def _acting_guard(self) -> Guard | None:
-        return self.guard if self.mode == ON else None
-
-    def _measure(
-        self, guard: Guard, launch: Launch, correct: list[int] | None, round_s: float
-    ) -> None:
-        """Let the guard know what a round took, if only decode rounds are in that time."""
-        after_decode = self._last_tier is not None
-        self._same_tier_results += 1
-        if launch.tier != self._last_tier:
-            self._same_tier_results = 1
-        self._last_tier = launch.tier
-        if not guard.measures or launch.tier is None or not after_decode or self.governor is None:
+    def _hand_over(self) -> None:
+        """Tell summary, metrics and guard of the results since the last time."""
+        self._learn_repeats()
+        rows, self._done = self._done, []
+        governor, metrics = self.governor, self.metrics
+        if governor is None:
             return
-        self._to_measure.append(
-            (
-                launch.tier,
-                launch.batch_size,
-                launch.batch_size + (sum(correct) if correct else 0),
-                round_s,
-                launch.context_tokens,
-                launch.asked == launch.tier and not launch.forced,
-                # The first result of a tier ends the time of another, and under the overlap
-                # schedule the host prepared the second one while that was still running.
-                self._same_tier_results >= 3,
-            )
-        )
-
-    def _add_measured(self, guard: Guard) -> None:
-        """Hand over what was measured: many rounds at once run from the caches, one does not."""
-        rows, self._to_measure = self._to_measure, []
-        if self.governor is None:
-            return
-        for tier, batch_size, tokens, seconds, context_tokens, chosen, steady in rows:
-            predicted_s = self.governor.predicted_s(batch_size, context_tokens)
-            guard.measured(tier, batch_size, tokens, seconds, predicted_s, chosen, steady)
-
-    def _round_count(self, launch: Launch, correct: list[int] | None) -> RoundCount:
-        steps = launch.num_steps or 0
-        num_correct = sum(correct) if correct else 0
-        return RoundCount(
-            tier=str(steps) if steps else WARM if launch.keeps_warm else COLD,
-            num_steps=steps,
-            tokens=launch.batch_size + num_correct,
-            wasted_drafts=steps * launch.batch_size - num_correct,
-            decision_s=launch.decide_s,
-            guard_active=launch.forced,
-            guard_forced=0 if self.guard is None else self.guard.forced,
-        )
-
-    def _trace_row(self, launch: Launch, correct: list[int] | None, round_s: float) -> TraceFields:
-        return (
-            "decode" if launch.decode else "prefill",
-            launch.num_steps,
-            launch.batch_size,
-            launch.context_tokens,
-            launch.queue_depth,
-            round_s,
-            launch.new_tokens,
-            launch.host_s,
-            sum(correct) / len(correct) if correct else None,
-        )
-
-    def _decision_row(self, launch: Launch, batch: Any, finished: list[bool]) -> dict[str, Any]:
-        correct = launch.result.num_correct_drafts_per_req_cpu
-        asked = None
-        if self.governor is not None and launch.asked is not None:
-            asked = self.governor.tiers.tiers[launch.asked].name
-        return {
-            "time": time.time(),
-            "decision_us": None if launch.decide_s is None else round(launch.decide_s * 1e6, 1),
-            "batch_size": launch.batch_size,
-            "context_tokens": launch.context_tokens,
-            "queue_depth": launch.queue_depth,
-            "kv_use": launch.kv_use,
-            "asked": asked,
-            "forced": launch.forced,
-            "num_steps": launch.num_steps,
-            "keeps_warm": launch.keeps_warm,
-            "requests": [request.rid for request in batch.reqs],
-            "num_correct": None if correct is None else list(correct),
-            "finished_before": finished,
-        }
+        guard = self.guard if self.mode == ON else None
+        guard_forced = 0 if self.guard is None else self.guard.forced
+        for launch in rows:
+            tier = launch.tier
+            before = self._last_tier
+            self._same_tier_results = 1 if tier != before else self._same_tier_results + 1
+            self._last_tier = tier
+            if tier is None:
+                continue
+            name = governor.tiers.tiers[tier].name
+            self.summary.add(name, launch.asked == tier, self.fallbacks)
+            if metrics is not None:
+                metrics.put(round_count(launch, guard_forced))
+            # After anything but a decode round its time was not that of a decode round alone.
+            if guard is not None and guard.measures and before is not None:
+                guard.measured(
+                    tier,
+                    launch.batch_size,
+                    launch.tokens,
+                    launch.round_s,
+                    governor.predicted_s(launch.batch_size, launch.context_tokens),
+                    launch.asked == tier and not launch.forced,
+                    self._same_tier_results >= MIN_STEADY,
+                )
 
     def _failed(self) -> None:
         """Go back to the static steps for this round; say why, once."""
@@ -438,4 +471,4 @@ class Driver:
         """Let rounds run as the server was started, until a decision says otherwise."""
         if self.params is not None:
             self.params.next_steps = self.params.static_steps
-            self._draft_extend.restore()
+            self.off.restore()

@@ -5,8 +5,6 @@ ranks, and it reads no clock and draws no random number: every rank decides alik
 remembered, and when, is as in ``env/server_loop.py``.
 """
 
-from collections.abc import Sequence
-
 from controller.checkpoint import Checkpoint
 from controller.decision import ListDecision, make_decision
 from controller.tiers import MAX_NUM_STEPS
@@ -20,10 +18,17 @@ class Governor:
         tiers: What the policy's logits stand for in this server.
         static_tier: The tier that the server was started with.
         compiled: Whether decisions run as machine code; all ranks of a server must agree in it.
+        joined: Tells the memory that requests joined; see :class:`controller.decision.Decision`.
+        launched: Tells it which round runs now.
+        result: Tells it of a result.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, max_running_requests: int, initial_steps: int
+        self,
+        checkpoint: Checkpoint,
+        max_running_requests: int,
+        initial_steps: int,
+        native: bool = False,
     ) -> None:
         """Prepare the memory; compiles the decision path if Numba is installed.
 
@@ -31,8 +36,9 @@ class Governor:
             checkpoint: The policy and the calibration that it sees costs of.
             max_running_requests: The server's limit.
             initial_steps: Draft steps that the server was started with.
+            native: Whether the server can run native rounds.
         """
-        self.tiers: RunnableTiers = runnable(checkpoint.tiers, checkpoint.calibration)
+        self.tiers: RunnableTiers = runnable(checkpoint.tiers, checkpoint.calibration, native)
         self.static_tier = self.tiers.index_of(initial_steps, True)
         costed = costed_tiers(checkpoint.tiers, self.tiers.tiers, checkpoint.calibration)
         table = checkpoint.calibration.table(costed, max_running_requests)
@@ -45,8 +51,11 @@ class Governor:
             max_running_requests,
             self.static_tier,
         )
+        # Without a call in between: each takes microseconds where its code is in no cache.
+        self.joined = self.decision.joined
+        self.launched = self.decision.launched
+        self.result = self.decision.result
         self.compiled = not isinstance(self.decision, ListDecision)
-        self._num_tiers = len(self.tiers.num_steps)
         self._max_running_requests = max_running_requests
         self._base_s: list[list[float]] = table.base_s.T.tolist()
         self._context_s: list[float] = table.context_s_per_token.tolist()
@@ -54,11 +63,7 @@ class Governor:
     def policy_tier(
         self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float
     ) -> int:
-        """Ask the policy; the arguments are those of :meth:`decide`."""
-        return self.decision.choose(batch_size, queue_depth, context_tokens, kv_use)
-
-    def decide(self, batch_size: int, queue_depth: int, context_tokens: int, kv_use: float) -> int:
-        """Return the tier of the decode round that is about to be launched.
+        """Return the policy's tier for the decode round that is about to be launched.
 
         Args:
             batch_size: Requests of the round, at least 1.
@@ -67,12 +72,9 @@ class Governor:
             kv_use: Share of the KV cache that is held, 0 to 1.
 
         Raises:
-            ValueError: If the policy gives anything but one of the tiers.
+            SpecGovernorError: If an entry of the observation is not finite.
         """
-        tier = self.policy_tier(batch_size, queue_depth, context_tokens, kv_use)
-        if not 0 <= tier < self._num_tiers:
-            raise ValueError(f"expected a tier from 0 to {self._num_tiers - 1}, got {tier}")
-        return tier
+        return self.decision.choose(batch_size, queue_depth, context_tokens, kv_use)
 
     def predicted_s(self, batch_size: int, context_tokens: int) -> list[float]:
         """Return the calibrated seconds of a round, ``(K,)``."""
@@ -83,30 +85,3 @@ class Governor:
         """Return a tier's estimated accept length (medium scale) and that of its last rounds."""
         estimated = self.decision.accept_len[MAX_NUM_STEPS + 1 + self.tiers.num_steps[tier]]
         return float(estimated), float(self.decision.recent_accept_len[tier])
-
-    def joined(self, num_joined: int, batch_size: int) -> None:
-        """Note that requests were prefilled into what is now a batch of ``batch_size``."""
-        self.decision.joined(num_joined, batch_size)
-
-    def launched(self, tier: int, num_steps: int, keeps_warm: bool, batch_size: int) -> bool:
-        """Note the round that runs now.
-
-        Returns:
-            Whether it drafts on a stale draft state; :meth:`result` needs it.
-        """
-        return self.decision.launched(tier, num_steps, keeps_warm, batch_size)
-
-    def result(
-        self, tier: int, num_steps: int, cold_start: bool, num_correct: Sequence[int]
-    ) -> None:
-        """Add the result of a round, which the overlap schedule gives one launch later.
-
-        Args:
-            tier: The tier that ran.
-            num_steps: Draft steps that it really had.
-            cold_start: What :meth:`launched` returned for it.
-            num_correct: Correct drafts of each row, those of finished requests included.
-        """
-        if num_steps > MAX_NUM_STEPS:
-            return  # Deeper than anything the policy could have asked for: shadow mode only.
-        self.decision.result(tier, num_steps, cold_start, bytes(num_correct))

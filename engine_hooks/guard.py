@@ -147,30 +147,39 @@ class Guard:
         """By bucket, or ``ANY``: kind, tier, round in which it ends."""
 
     @property
-    def judges_next(self) -> bool:
-        """Whether the next round begins with a verdict; what was measured must be added before."""
-        return (self._round + 1) % SYNC_ROUNDS == 0
-
-    @property
     def active(self) -> bool:
         """Whether a tier is being forced or tried, at the batch sizes that it is meant for."""
         return bool(self._orders)
 
-    def begin_round(self) -> None:
+    def begin_round(self, collect: Callable[[], None], rounds: int = 1) -> bool:
         """Count a decode round that is about to be launched; all ranks share an order now and then.
 
-        Every rank must call it before every such round, whatever else goes wrong on it.
+        Every rank must call it before the same rounds, whatever else goes wrong on it.
+
+        Args:
+            collect: Called before a verdict; adds what was measured since the last one.
+            rounds: Rounds since the last call, this one included.
+
+        Returns:
+            Whether a tier is being forced or tried: then :meth:`tier` must be asked, and the next
+            round must be counted by a call of its own.
         """
-        self._round += 1
+        verdicts = self._round // SYNC_ROUNDS
+        self._round += rounds
         if self._orders:
             ended = [b for b, (_, _, end) in self._orders.items() if self._round >= end]
             for bucket in ended:
                 del self._orders[bucket]
-        if self._round % SYNC_ROUNDS:
-            return
+        if self._round // SYNC_ROUNDS > verdicts:
+            self._share_order(collect)
+        return bool(self._orders)
+
+    def _share_order(self, collect: Callable[[], None]) -> None:
+        """Follow the first rank's order, as all ranks do."""
         order = NOTHING
         if self.measures:
             try:
+                collect()
                 order = self._judge()
             except Exception:
                 logger.exception("specgovernor: the guard made no verdict")

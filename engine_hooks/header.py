@@ -4,11 +4,11 @@ from typing import Any
 
 from controller import __version__
 from controller.errors import ConfigError
-from controller.tiers import COLD, WARM
+from controller.tiers import COLD, NATIVE
 from controller.trace import TraceHeader
 from engine_hooks import symbols
 from engine_hooks.governor import Governor
-from engine_hooks.tiers import DraftExtendSwitch
+from engine_hooks.tiers import OffSwitch
 
 
 def trace_header(scheduler: Any, governor: Governor | None) -> TraceHeader:
@@ -37,13 +37,15 @@ def trace_header(scheduler: Any, governor: Governor | None) -> TraceHeader:
 
 
 def _zero_step(governor: Governor | None) -> str:
-    """Return the kind of zero-step round that this server runs."""
+    """Return the kind of zero-step round that this server runs; native rounds are none."""
     kinds: set[str] = set()
     if governor is not None:
         kinds = {tier.kind for tier in governor.tiers.tiers if tier.is_off}
+        if NATIVE in kinds:
+            kinds = kinds - {NATIVE} | {COLD}  # What a native round runs as if it cannot.
     if len(kinds) > 1:
         raise ConfigError(
             f"expected one kind of off in a step trace, got {', '.join(sorted(kinds))}; record "
             "with a policy that has one of them"
         )
-    return kinds.pop() if kinds else (WARM if DraftExtendSwitch().keeps_warm else COLD)
+    return kinds.pop() if kinds else OffSwitch().ran

@@ -46,6 +46,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         choices=("on", "off"),
         help="on (default): overrule the policy where another tier measures better",
     )
+    parser.add_argument(
+        "--governor-repeat",
+        metavar="ROUNDS",
+        help=f"rounds that a decision stands for with up to 4 requests, 1 to {settings.MAX_REPEAT} "
+        f"(default {settings.DEFAULT_REPEAT})",
+    )
     parser.add_argument("--governor-trace", metavar="FILE", help="record a step trace")
     parser.add_argument("--governor-decisions", metavar="FILE", help="log every decision")
     ours, theirs = parser.parse_known_args(arguments)
@@ -58,6 +64,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         settings.MODE: ours.governor,
         settings.STRICT: "1" if ours.governor_strict else "",
         settings.GUARD: ours.governor_guard or "",
+        settings.REPEAT: ours.governor_repeat or "",
         settings.TRACE: ours.governor_trace or "",
         settings.DECISIONS: ours.governor_decisions or "",
     }

@@ -7,6 +7,7 @@
 ``SPECGOVERNOR_MODE``         ``on`` (default), ``shadow``: only decide and log, or ``off``
 ``SPECGOVERNOR_STRICT``       ``1``: refuse to start a server that cannot be governed
 ``SPECGOVERNOR_GUARD``        ``0``: let the policy decide even where another tier measures better
+``SPECGOVERNOR_REPEAT``       rounds that a decision stands for with up to 4 requests; default 8
 ``SPECGOVERNOR_TRACE``        file for the step trace, ``.jsonl`` or ``.jsonl.gz``
 ``SPECGOVERNOR_DECISIONS``    file for a JSON line a decode round: what was seen, asked and run
 ============================  ==================================================================
@@ -29,6 +30,7 @@ TIERS = "SPECGOVERNOR_TIERS"
 MODE = "SPECGOVERNOR_MODE"
 STRICT = "SPECGOVERNOR_STRICT"
 GUARD = "SPECGOVERNOR_GUARD"
+REPEAT = "SPECGOVERNOR_REPEAT"
 TRACE = "SPECGOVERNOR_TRACE"
 DECISIONS = "SPECGOVERNOR_DECISIONS"
 
@@ -36,6 +38,9 @@ ON = "on"
 SHADOW = "shadow"
 OFF = "off"
 MODES = (OFF, SHADOW, ON)
+
+DEFAULT_REPEAT = 8
+MAX_REPEAT = 64
 
 _FLAGS = {
     "on": True,
@@ -60,6 +65,7 @@ class Settings:
         mode: ``"off"``, ``"shadow"`` or ``"on"`` at the start; ``"off"`` without a policy.
         strict: Whether a server that cannot be governed must not start.
         guard: Whether what is measured may overrule the policy.
+        repeat: Rounds that a decision stands for where there are few requests, 1 to MAX_REPEAT.
         trace: File of the step trace, or None.
         decisions: File of the decision log, or None.
     """
@@ -68,6 +74,7 @@ class Settings:
     mode: str = OFF
     strict: bool = False
     guard: bool = True
+    repeat: int = DEFAULT_REPEAT
     trace: Path | None = None
     decisions: Path | None = None
     calibration: Path | None = None
@@ -95,6 +102,7 @@ class Settings:
             mode=mode if policy is not None else OFF,
             strict=_flag(env, STRICT, False),
             guard=_flag(env, GUARD, True),
+            repeat=_rounds(env, REPEAT, DEFAULT_REPEAT),
             trace=_path(env.get(TRACE, "")),
             decisions=_path(env.get(DECISIONS, "")),
             calibration=_path(env.get(CALIBRATION, "")),
@@ -125,6 +133,15 @@ def _flag(environment: Mapping[str, str], name: str, unset: bool) -> bool:
     if text not in ("", *_FLAGS):
         raise ConfigError(f"{name}: expected 0 or 1, got {environment[name]!r:.40}")
     return _FLAGS[text] if text else unset
+
+
+def _rounds(environment: Mapping[str, str], name: str, unset: int) -> int:
+    text = environment.get(name, "").strip()
+    if not text:
+        return unset
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_REPEAT):
+        raise ConfigError(f"{name}: expected 1 to {MAX_REPEAT} rounds, got {text!r:.40}")
+    return int(text)
 
 
 def _path(text: str) -> Path | None:

@@ -6,9 +6,11 @@ SGLang's objects for the decision path: only values that are equal on all tensor
 and never a tensor that lives on the GPU.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,56 @@ SYMBOLS = (
     Symbol(f"{SERVER_ARGS}.resolve_once|{SERVER_ARGS}.__post_init__", ("self",)),
 )
 
+_EAGLE = f"{_SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2"
+_DRAFT_INPUT = f"{_SPECULATIVE}.eagle_info.EagleDraftInput"
+_TARGET = "sglang.srt.managers.tp_worker.TpModelWorker"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
+NATIVE_SYMBOLS = (
+    Symbol(f"{_EAGLE}.forward_batch_generation", ("self", "batch", "on_publish")),
+    Symbol(f"{_EAGLE}.activate_step_by_batch", ("self", "batch_size")),
+    Symbol(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output")),
+    Symbol(f"{_EAGLE}.speculative_num_steps"),
+    Symbol(f"{_EAGLE}.target_worker|{_SPECULATIVE}.base_spec_worker.BaseSpecWorker.target_worker"),
+    Symbol(
+        f"{_EAGLE}.req_to_token_pool|"
+        f"{_SPECULATIVE}.base_spec_worker.BaseSpecWorker.req_to_token_pool"
+    ),
+    Symbol(f"{_EAGLE}.last_shared_read_runner|{_EAGLE}.war_fastpath_runner", ("self",)),
+    Symbol(f"{_DRAFT_INPUT}.bonus_tokens"),
+    Symbol(f"{_SPECULATIVE}.spec_info.SpeculativeAlgorithm.NONE"),
+    Symbol(f"{_TARGET}.forward_batch_generation", ("self", "batch")),
+    Symbol(f"{_RUNNER}.spec_algorithm"),
+    Symbol(f"{_RUNNER}.attn_backend"),
+    Symbol(f"{_RUNNER}.decode_cuda_graph_runner"),
+    Symbol(f"{_RUNNER}.init_new_workspace"),
+    Symbol(f"{_RUNNER}._get_attention_backend", ("self", "init_new_workspace")),
+    Symbol(f"{_RUNNER}.is_hybrid_swa"),
+    Symbol(f"{_RUNNER}.token_to_kv_pool"),
+    Symbol(f"{_RUNNER}.shared_read_done_event|{_RUNNER}.war_fastpath_read_done_event"),
+    Symbol(f"{_GRAPHS}.__init__", ("self", "model_runner")),
+    Symbol(f"{_GRAPHS}.capture_bs"),
+    Symbol(f"{_BATCH}.spec_info"),
+    Symbol(f"{_BATCH}.input_ids"),
+    Symbol(f"{_BATCH}.out_cache_loc"),
+    Symbol(f"{_BATCH}.seq_lens"),
+    Symbol(f"{_BATCH}.req_pool_indices"),
+    Symbol(f"{_BATCH}.has_grammar"),
+    Symbol(f"{_BATCH}.return_logprob"),
+    Symbol(f"{_BATCH}.return_hidden_states"),
+    Symbol(f"{_BATCH}.is_extend_in_batch"),
+    Symbol(f"{_RESULT}.next_token_ids"),
+    Symbol(f"{_RESULT}.accept_lens"),
+    Symbol(f"{_RESULT}.new_seq_lens"),
+    Symbol(f"{_RESULT}.next_draft_input"),
+    Symbol(f"{_RESULT}.extra_keep_alive_refs"),
+    Symbol(f"{_RESULT}.logits_output"),
+)
+"""What native rounds need besides; where one is missing they run cold, and all else goes on."""
+
+PLAIN_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""Classes of KV pools with one slot a token and nothing else to keep."""
 
 MODE_KEY = "specgovernor_mode"
 """Key of the governor's own setting in such a request; SGLang takes numbers only."""
@@ -156,6 +208,18 @@ def check_symbols(version: str | None = None, package: Path | None = None) -> li
         f"SGLang {version}: {fault}"
         for fault in missing_symbols(package, ((s.path, s.parameters) for s in SYMBOLS))
     ]
+
+
+def check_native_symbols(package: Path | None = None) -> list[str]:
+    """Return why native rounds cannot run in this SGLang: one line a fault, empty if they can.
+
+    Args:
+        package: Folder of the ``sglang`` package; None for the installed one.
+    """
+    package = find_package("sglang") if package is None else package
+    if package is None:
+        return ["SGLang is not installed"]
+    return missing_symbols(package, ((s.path, s.parameters) for s in NATIVE_SYMBOLS))
 
 
 def resolution_target(package: Path | None = None) -> str:
@@ -341,3 +405,83 @@ def unsupported_reason(server_args: Any) -> str | None:
 def is_resolved(server_args: Any) -> bool:
     """Tell whether settings were resolved before, as in a child process."""
     return bool(getattr(server_args, "_resolution_finished", False))
+
+
+def native_obstacle(scheduler: Any) -> str:
+    """Return what of a server native rounds were not made for; empty if nothing is known."""
+    runner, args = scheduler.tp_worker.model_runner, scheduler.server_args
+    pool = type(runner.token_to_kv_pool).__name__
+    if not speculates(scheduler):
+        return "the server does not speculate"
+    if runner.is_hybrid_swa or pool not in PLAIN_POOLS:
+        return f"the KV pool is a {pool}, expected one of {', '.join(PLAIN_POOLS)}"
+    for name in ("enable_lora", "enable_hisparse", "enable_dp_attention", "enable_pdmux"):
+        if getattr(args, name, False):
+            return f"{name} is on"
+    if runner.model_config.is_encoder_decoder:
+        return "the model has an encoder"
+    # An attribute of the runner in 0.5.15.post1.
+    if getattr(runner.model_config, "model_is_mrope", getattr(runner, "model_is_mrope", False)):
+        return "the model has multimodal positions"
+    return ""
+
+
+def free_bytes(runner: Any) -> int | None:
+    """Return the free memory of a model runner's GPU; None on a CPU."""
+    import torch
+
+    if not str(runner.device).startswith("cuda"):
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+@contextlib.contextmanager
+def target_without_speculation(runner: Any) -> Iterator[None]:
+    """Let the target's model runner build what it builds in a server without speculation."""
+    algorithm, workspace = runner.spec_algorithm, runner.init_new_workspace
+    runner.spec_algorithm = type(algorithm).NONE
+    try:
+        yield
+    finally:
+        runner.spec_algorithm, runner.init_new_workspace = algorithm, workspace
+
+
+def new_attention_backend(runner: Any) -> Any:
+    """Return an attention backend of its own for a model runner, as each tier has one."""
+    return runner._get_attention_backend(init_new_workspace=True)
+
+
+def capture_decode_graphs(runner: Any, backend: Any) -> Any:
+    """Capture the CUDA graphs of decode rounds with a backend; None where the server has none."""
+    used = runner.attn_backend, runner.decode_cuda_graph_runner
+    if used[1] is None:
+        return None
+    runner.attn_backend = backend
+    try:
+        return type(used[1])(runner, attn_backend=backend, speculative_num_draft_tokens=1)
+    finally:
+        runner.attn_backend = used[0]
+
+
+class ReadEvent:
+    """The event with which a forward pass says that it has read the tables that others share.
+
+    The scheduler waits for that of the speculative worker's last phase, and for the whole pass if
+    there is none; a native round's only phase is the target's.
+    """
+
+    def __init__(self, worker: Any, target: Any) -> None:
+        """Find whom the scheduler asks, by the names of 0.5.23 and of earlier versions."""
+        newer = hasattr(type(worker), "last_shared_read_runner")
+        self._asked = worker.last_shared_read_runner if newer else worker.war_fastpath_runner
+        self._name = "shared_read_done_event" if newer else "war_fastpath_read_done_event"
+        self._target = target
+
+    def clear(self) -> None:
+        """Forget that of an earlier pass of the target."""
+        setattr(self._target, self._name, None)
+
+    def hand_over(self) -> None:
+        """Give the target's to whom the scheduler asks."""
+        setattr(self._asked, self._name, getattr(self._target, self._name))

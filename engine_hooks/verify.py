@@ -55,6 +55,18 @@ def ranks_agree(value: str, group: Any) -> bool:
     return all(other == value for other in values)
 
 
+def first_reason(reason: str, group: Any) -> str:
+    """Return the first rank's reason that is none of the empty ones, on all ranks alike.
+
+    Every rank of the group must call it.
+    """
+    import torch.distributed as distributed
+
+    reasons: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(reasons, reason, group=group)
+    return next((other for other in reasons if other), "")
+
+
 def rank() -> int:
     """Return the rank of this process among those of its replica."""
     import torch.distributed as distributed

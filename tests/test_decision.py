@@ -62,6 +62,44 @@ def test_both_forms_choose_alike_through_a_run(hidden):
     assert len(set(chosen)) > 1 or hidden == (1, 1)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (60, 64), (1, 300)])
+def test_both_forms_remember_alike_however_long_no_decision_comes(sizes):
+    """More launches, results and rows than wait for the next decision, and fewer."""
+    given = arguments(3)
+    forms = [ListDecision(*given), CompiledDecision(*given)]
+    rng = np.random.default_rng(4)
+    for rounds in (1, 2, 31, 32, 33, 64, 65, 200):
+        for _ in range(rounds):
+            tier = int(rng.integers(len(TIERS)))
+            steps = given[1][tier]
+            rows = int(rng.integers(sizes[0], sizes[1] + 1))
+            correct = rng.integers(0, steps + 1, rows).tolist()
+            for form in forms:
+                cold = form.launched(tier, steps, steps > 0, rows)
+                form.result(tier, steps, cold, correct)
+        seen = (4, 3, 2000, 0.5)
+        assert forms[0].choose(*seen) == forms[1].choose(*seen)
+        np.testing.assert_allclose(forms[0].accept_len[:24], forms[1].accept_len[:24], rtol=1e-12)
+        np.testing.assert_allclose(
+            forms[0].recent_accept_len, forms[1].recent_accept_len, rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            forms[0]._memory, forms[1]._state[: len(forms[0]._memory)], rtol=1e-12
+        )
+
+
+@pytest.mark.parametrize("form", [ListDecision, CompiledDecision])
+@pytest.mark.parametrize("correct", [[4], [-1], [0, 4], [2, -1], [300]])
+def test_more_correct_drafts_than_there_were_are_refused(form, correct):
+    decision = form(*arguments())
+    decision.launched(3, 3, True, len(correct))
+    with pytest.raises(ValueError, match=r"0 to 3 correct drafts|range"):
+        decision.result(3, 3, False, correct)
+    decision.result(3, 3, False, [3] * len(correct))
+    decision.choose(4, 0, 100, 0.5)
+    decision.result(2, 9, False, [9])  # Deeper than any tier: of no use, and no error.
+
+
 def test_the_first_of_equal_tiers_is_chosen():
     policy, *rest = arguments()
     zeros = {name: np.zeros_like(value) for name, value in policy.parameters.items()}

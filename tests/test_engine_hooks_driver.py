@@ -16,9 +16,10 @@ from controller.memory import JOINED
 from controller.policy import NumpyPolicy, parameter_shapes
 from controller.tiers import tier_of
 from engine_hooks.bench_decision import stand_in_checkpoint
-from engine_hooks.context import COUNT_EVERY, ContextCounter
-from engine_hooks.driver import Driver
+from engine_hooks.driver import HAND_OVER_ROUNDS, MAX_LAUNCHES, Driver
 from engine_hooks.governor import Governor
+from engine_hooks.guard import Guard
+from engine_hooks.load import READ_EVERY, LoadReader
 from engine_hooks.params import GovernedParams
 from engine_hooks.symbols import SKIP_DRAFT_EXTEND
 from engine_hooks.tiers import costed_tiers, runnable
@@ -98,6 +99,12 @@ def governor_on_lists():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine_hooks.governor.make_decision", ListDecision)
         return Governor(stand_in_checkpoint(), 16, 3)
+
+
+@pytest.fixture(autouse=True)
+def decide_every_round(monkeypatch):
+    """Few requests are easiest to follow; what is special about them has tests of its own."""
+    monkeypatch.setattr("engine_hooks.driver.DEFAULT_REPEAT", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +259,7 @@ def test_a_server_that_never_decodes_keeps_no_requests(driver, params):
         ran = batch("extend", [Request(str(index))])
         driver.process_batch_result(keep, here, ran, driver.run_batch(worker.run, here, ran))
     del ran
-    assert len(driver._prefilled) <= driver._launches.maxlen
+    assert len(driver._prefilled) <= MAX_LAUNCHES
     assert driver.fallbacks == 0
 
 
@@ -276,7 +283,7 @@ def test_an_unreadable_batch_is_sglangs_own_trouble(driver, params):
 
 
 def test_a_guard_that_cannot_reach_the_others_is_given_up(driver, params):
-    def fails():
+    def fails(collect):
         raise RuntimeError("no connection")
 
     driver.guard = SimpleNamespace(begin_round=fails)
@@ -325,10 +332,133 @@ def test_rounds_are_summed_up_in_the_log(driver, params, caplog, monkeypatch):
     script(driver, [1, 0, 0, 1] * 2)
     driver.summary.speaks = True
     play(driver, params, 8)
+    assert not caplog.records
+    driver.on_idle(lambda scheduler: None, scheduler())
     assert [record.getMessage() for record in caplog.records] == [
         "specgovernor: last 4 rounds by tier: 1: 2, cold: 2; 2 switches; 4 as decided; "
         "0 fallbacks since the start"
     ] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_guard_and_metrics_learn_of_every_round_once(driver, params, overlap):
+    counted, measured = [], []
+    driver.metrics = SimpleNamespace(put=counted.append)
+    guard = Guard(
+        driver.governor.tiers.num_steps, [""] * 6, 3, driver.governor.accept_len, lambda o: o, True
+    )
+    guard.measured = lambda *row: measured.append(row)
+    driver.guard = guard
+    rounds = 2 * HAND_OVER_ROUNDS + 7
+    tiers = [1 + index // 5 % 4 for index in range(rounds)]
+    script(driver, tiers)
+    play(driver, params, rounds, overlap)
+    assert len(counted) < rounds
+    driver.on_idle(lambda scheduler: None, scheduler())
+    results = rounds - overlap
+    names = [driver.governor.tiers.tiers[tier].name for tier in tiers]
+    assert [count.tier for count in counted] == names[:results]
+    assert [(row[0], row[5], row[6]) for row in measured] == [
+        # Of five rounds of a tier the last three have times of their own.
+        (tiers[index], True, index % 5 >= 2)
+        for index in range(1, results)
+    ]
+    assert driver.fallbacks == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_few_requests_repeat_a_decision(driver, params, overlap, monkeypatch):
+    driver.repeat_rounds = 3
+    now = iter(range(10_000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    counted, measured, traced, learned = [], [], [], []
+    driver.metrics = SimpleNamespace(put=counted.append)
+    driver.recorder = SimpleNamespace(put=traced.append)
+    guard = Guard(
+        driver.governor.tiers.num_steps, [""] * 6, 3, driver.governor.accept_len, lambda o: o, True
+    )
+    guard.measured = lambda *row: measured.append(row)
+    driver.guard = guard
+    learn = driver.governor.result
+    driver.governor.result = lambda *row: learned.append(row) or learn(*row)
+    script(driver, [1, 3, 4, 5])
+    assert play(driver, params, 11, overlap) == [1] * 3 + [3] * 3 + [5] * 3 + [7] * 2
+    driver.on_idle(lambda scheduler: None, scheduler())
+    results = 11 - overlap
+    ran = ([1] * 3 + [3] * 3 + [5] * 3 + [7] * 2)[:results]
+    assert [(count.tier, count.tokens) for count in counted] == [(str(n), 4) for n in ran]
+    # Only rounds that were decided on have a time of decision.
+    assert [count.decision_s is not None for count in counted] == ([True, False, False] * 4)[
+        :results
+    ]
+    assert [row[1:5] for row in traced] == [(n, 2, 22, 0) for n in ran]
+    assert all(row[5] > 0 and row[7] > 0 for row in traced)
+    assert [row[1] for row in learned] == ran
+    assert [row[2:4] for row in measured] == [(4, row[5]) for row in traced[1:]]
+    assert driver.fallbacks == 0
+    assert not driver._repeats
+
+
+def test_a_repeated_decision_ends_when_requests_join_or_leave(driver, params):
+    driver.repeat_rounds = 8
+    script(driver, [1, 3, 4, 5, 2])
+    worker, here = Worker(params), scheduler()
+    a, b, c = (Request(name) for name in "abc")
+
+    def run(mode, *requests):
+        ran = batch(mode, list(requests))
+        driver.process_batch_result(keep, here, ran, driver.run_batch(worker.run, here, ran))
+
+    run("decode", a, b)
+    run("decode", a, b)
+    run("decode", a)
+    run("decode", a)
+    run("extend", c)
+    run("decode", a, c)
+    run("extend", b)  # Takes the place of c.
+    run("decode", a, b)
+    run("decode", *(Request(str(i)) for i in range(5)))
+    assert worker.flags == [1, 1, 3, 3, 5, 7, 2]
+    assert driver.fallbacks == 0
+
+
+def test_the_guard_counts_repeated_rounds_and_stops_them_while_it_acts(driver, params, monkeypatch):
+    driver.repeat_rounds = 8
+    orders = iter([(1, 2, 1, 12)])  # Try tier 2 for 12 rounds.
+    driver.guard = Guard(
+        driver.governor.tiers.num_steps,
+        [""] * 6,
+        3,
+        driver.governor.accept_len,
+        lambda order: next(orders, (0, 0, 0, 0)),
+        True,
+    )
+    monkeypatch.setattr(driver.guard, "_judge", lambda: (0, 0, 0, 0))
+    driver.governor.policy_tier = lambda *seen: 1
+    flags = play(driver, params, 60, overlap=True)
+    assert flags == [1] * 24 + [2] * 12 + [1] * 24
+    assert driver.guard._round == 53  # The last seven repeat.
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_repeated_rounds_are_in_the_decision_log(driver, params, overlap):
+    rows = []
+    driver.repeat_rounds = 3
+    driver.decisions = SimpleNamespace(put=rows.append)
+    script(driver, [1, 3, 4])
+    play(driver, params, 7, overlap)
+    driver.on_idle(lambda scheduler: None, scheduler())
+    results = 7 - overlap
+    assert [row["num_steps"] for row in rows] == [1, 1, 1, 3, 3, 3, 5][:results]
+    assert [row["asked"] for row in rows] == ["1", "1", "1", "3", "3", "3", "5"][:results]
+    # Under overlap the last repeat of each has its result after the next decision.
+    assert [row["repeats"] for row in rows] == [False, True, True, False, True, True, False][
+        :results
+    ]
+    assert [row["decision_us"] is None for row in rows] == [row["repeats"] for row in rows]
+    for row in rows:
+        assert (row["requests"], row["finished_before"]) == (["a", "b"], [False, False])
+        assert row["num_correct"] == [1, 1]
 
 
 def test_two_ranks_decide_alike_whatever_their_timing(monkeypatch, params):
@@ -445,38 +575,55 @@ def test_a_governor_takes_a_batch_beyond_its_table():
     )
     governor = Governor(checkpoint, 4, 3)
     assert governor.static_tier == 3
-    assert governor.decide(9, 0, 100, 0.5) == 0
+    assert governor.policy_tier(9, 0, 100, 0.5) == 0
 
 
-def test_context_is_counted_now_and_then_where_sglang_does_not_keep_it():
-    counter = ContextCounter()
-    small = batch("decode", [Request(str(i), prompt=10) for i in range(3)])
-    assert counter.tokens(small) == 33
-    small.reqs[0].output_ids.append(1)
-    assert counter.tokens(small) == 34
-    large = batch("decode", [Request(str(i), prompt=10) for i in range(40)])
-    counts = []
-    for _ in range(COUNT_EVERY + 1):
-        counts.append(counter.tokens(large))
-        for request in large.reqs:
+def test_the_load_is_read_now_and_then():
+    reader, here = LoadReader(), scheduler()
+    free = iter(range(750, 0, -50))
+    here.token_to_kv_pool_allocator.available_size = lambda: next(free)
+    here.tree_cache.evictable_size = lambda: 0
+
+    def read(*requests, **more):
+        reader.update(here, batch("decode", list(requests), **more), len(requests))
+        return reader.context_tokens, reader.kv_use
+
+    large = [Request(str(i), prompt=10) for i in range(40)]
+    seen = []
+    for _ in range(READ_EVERY + 1):
+        seen.append(read(*large))
+        for request in large:
             request.output_ids.append(1)
-    # A batch that has grown is counted at once, and then when it is time again.
-    assert counts == [40 * 11] * COUNT_EVERY + [40 * (11 + COUNT_EVERY)]
-    # A few requests less have the mean; many less are counted.
-    assert counter.tokens(batch("decode", large.reqs[:36])) == 36 * (11 + COUNT_EVERY)
-    assert counter.tokens(batch("decode", large.reqs[:34])) == 34 * (12 + COUNT_EVERY)
-    lengths = SimpleNamespace(sum=lambda: 77)
-    assert counter.tokens(batch("decode", [], seq_lens_cpu=lengths)) == 77
-    assert counter.tokens(batch("decode", [], seq_lens_sum=78)) == 78
+    assert seen == [(40 * 11, 0.25)] * READ_EVERY + [(40 * (11 + READ_EVERY), pytest.approx(0.3))]
+    # A few requests less have the mean; with many less it is read again.
+    assert read(*large[:36]) == (36 * (11 + READ_EVERY), pytest.approx(0.3))
+    assert read(*large[:34]) == (34 * (12 + READ_EVERY), pytest.approx(0.35))
+    # One of few is many.
+    assert read(*large[:3]) == (3 * (12 + READ_EVERY), pytest.approx(0.4))
+    assert read(*large[:2]) == (2 * (12 + READ_EVERY), pytest.approx(0.45))
+    # Few are read every time.
+    large[0].output_ids.append(1)
+    assert read(*large[:2]) == (2 * (12 + READ_EVERY) + 1, pytest.approx(0.5))
+    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 1, pytest.approx(0.55))
+    large[0].output_ids.append(1)
+    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 1, pytest.approx(0.55))
+    reader.forget()
+    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 2, pytest.approx(0.6))
+    # What SGLang keeps goes first.
+    reader.forget()
+    assert read(*large[:2], seq_lens_cpu=SimpleNamespace(sum=lambda: 77))[0] == 77
+    reader.forget()
+    assert read(*large[:2], seq_lens_sum=78)[0] == 78
 
 
-def test_for_a_trace_every_batch_is_counted():
-    counter = ContextCounter()
-    counter.exact = True
-    large = batch("decode", [Request(str(i), prompt=10) for i in range(40)])
+def test_for_a_trace_the_load_is_read_at_every_round():
+    reader, here = LoadReader(), scheduler()
+    reader.exact = True
+    large = [Request(str(i), prompt=10) for i in range(40)]
     for round_index in range(4):
-        assert counter.tokens(large) == 40 * (11 + round_index)
-        for request in large.reqs:
+        reader.update(here, batch("decode", large), 40)
+        assert reader.context_tokens == 40 * (11 + round_index)
+        for request in large:
             request.output_ids.append(1)
 
 

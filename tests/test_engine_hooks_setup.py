@@ -59,6 +59,7 @@ def test_settings_are_read(tmp_path):
             "SPECGOVERNOR_DECISIONS": "log.jsonl",
             "SPECGOVERNOR_CALIBRATION": "mine.json",
             "SPECGOVERNOR_TIERS": "off,1",
+            "SPECGOVERNOR_REPEAT": " 3 ",
         }
     )
     assert found == Settings(
@@ -66,6 +67,7 @@ def test_settings_are_read(tmp_path):
         "shadow",
         strict=True,
         guard=True,
+        repeat=3,
         decisions=Path("log.jsonl").absolute(),
         calibration=Path("mine.json").absolute(),
         tiers="off,1",
@@ -80,6 +82,10 @@ def test_settings_are_read(tmp_path):
         ("SPECGOVERNOR_MODE", "yes"),
         ("SPECGOVERNOR_STRICT", "maybe"),
         ("SPECGOVERNOR_GUARD", "2"),
+        ("SPECGOVERNOR_REPEAT", "0"),
+        ("SPECGOVERNOR_REPEAT", "65"),
+        ("SPECGOVERNOR_REPEAT", "2.5"),
+        ("SPECGOVERNOR_REPEAT", "-1"),
     ],
 )
 def test_a_setting_that_is_none_is_refused(name, value):
@@ -106,7 +112,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(symbols, "installed_version", lambda: "0.5.23")
     monkeypatch.setattr(symbols, "resolution_target", lambda: f"{symbols.SERVER_ARGS}.resolve_once")
     for name in (
-        "POLICY", "CALIBRATION", "TIERS", "MODE", "STRICT", "GUARD", "TRACE", "DECISIONS"
+        "POLICY", "CALIBRATION", "TIERS", "MODE", "STRICT", "GUARD", "REPEAT", "TRACE", "DECISIONS"
     ):  # fmt: skip
         monkeypatch.delenv(f"SPECGOVERNOR_{name}", raising=False)
     return hooks
@@ -360,6 +366,8 @@ def test_the_command_line_is_split():
     ours, theirs = launch.parse(["--model-path", "m", "--policy", "p", "--tp-size=2"])
     assert ours == {"SPECGOVERNOR_POLICY": "p", "SPECGOVERNOR_MODE": "on"}
     assert theirs == ["--model-path", "m", "--tp-size=2"]
+    ours, _ = launch.parse("--policy p --governor-repeat 1".split())
+    assert ours["SPECGOVERNOR_REPEAT"] == "1"
 
 
 def test_without_sglang_the_launcher_says_so(monkeypatch, capsys):

@@ -38,6 +38,7 @@ def made(quads, cost, drift=0.0, batch_size=8):
             * (1.0 if block % 4 in (1, 2) else cost[(block - blocks.WARM_UP) // 4 % len(cost)])
             + drift * block,
             "background_s": 0.006,
+            "hooks_s": 0.0 if block % 4 in (1, 2) else 0.0006,
         }
         for block in range(blocks.WARM_UP + 4 * quads)
     ]
@@ -57,6 +58,8 @@ def test_share_kept_by_hand():
         "median": 0.8,
         "standard_error": 0,
         "interval_95": [0.8, 0.8],
+        "hooks_s_a_round": 0.00005,  # 10 blocks of 0.6 ms
+        "hooks_share": 0.004,
         "background_s_a_round": 0.001,  # 20 blocks of 6 ms, over 10 blocks of 12 rounds
         "least_share_kept": round(0.0095 / 0.013, 5),
     }
@@ -108,7 +111,7 @@ class Governor:
             index_of=lambda *_: 0,
         )
 
-    def decide(self, *_):
+    def policy_tier(self, *_):
         self.decided += 1
         return 0
 
@@ -182,16 +185,27 @@ def controlled(monkeypatch, tmp_path):
     return driver, file
 
 
+@pytest.mark.parametrize("repeat", [1, 8])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(controlled, overlap):
+def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(
+    controlled, overlap, repeat
+):
     driver, file = controlled
+    driver.repeat_rounds = repeat
     rounds = control_plugin.BLOCK_ROUNDS
     run(driver, 8 * rounds + 1, overlap)
     assert driver.fallbacks == 0
-    assert driver.governor.decided == driver.governor.results == 4 * rounds + 1
+    driver._hand_over()
+    assert driver.governor.results == 4 * rounds + 1
+    assert driver.governor.decided == -(-driver.governor.results // repeat)
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["block"] for row in written] == list(range(8))
     assert [row["bypassed"] for row in written] == [False, True, True, False] * 2
+    hooks_s = {
+        bypassed: sum(row["hooks_s"] for row in written if row["bypassed"] is bypassed)
+        for bypassed in (False, True)
+    }
+    assert hooks_s[False] > 2 * hooks_s[True]  # Some of the first launch of a block is left.
     for row in written:
         assert (row["batch_size"], row["width"], row["rounds"]) == (2, 4, rounds)
         assert row["timed_rounds"] == rounds - 4

@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -296,12 +297,17 @@ class Engine(EngineProcess):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int = 32,
         limit_s: float = REPLY_LIMIT_S,
+        options: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[Output]:
-        """Generate for all prompts as one batch, greedily unless told otherwise."""
+        """Generate for all prompts as one batch, greedily unless told otherwise.
+
+        `options` are SGLang's own beside the sampling's, such as return_logprob.
+        """
         params = _sampling(max_new_tokens, sampling)
         requests = [{"input_ids": list(ids), "sampling_params": params} for ids in prompts]
-        return [_output(o) for o in self.call("generate", limit_s, requests=requests)]
+        found = self.call("generate", limit_s, requests=requests, options=dict(options or {}))
+        return [_output(output) for output in found]
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 32, **sampling: Any) -> Request:
         """Send one request and return without waiting for it."""
@@ -464,9 +470,12 @@ def start_server(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nothing has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

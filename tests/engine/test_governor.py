@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATION = ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json"
 SHIPPED = ROOT / "checkpoints/h200-llama3-8b-eagle3-fa3"
-ALL_KINDS = "cold,warm,1,2,3,5,7"
+ALL_KINDS = "native,cold,warm,1,2,3,5,7"
 
 RANDOM_TIERS = """
 import random
@@ -73,7 +73,8 @@ def make_checkpoint(folder, tiers):
 def governed(tmp_path, tiers, **more):
     """Return the environment of an engine under a policy with these tiers, and its log's path.
 
-    Without the guard, which would overrule such a policy, unless `more` says otherwise.
+    Without the guard, which would overrule such a policy, and with a decision on every round,
+    unless `more` says otherwise.
     """
     checkpoint = make_checkpoint(tmp_path / "checkpoint", tiers)
     decisions = tmp_path / "decisions.jsonl"
@@ -81,6 +82,7 @@ def governed(tmp_path, tiers, **more):
         "SPECGOVERNOR_POLICY": str(checkpoint),
         "SPECGOVERNOR_DECISIONS": str(decisions),
         "SPECGOVERNOR_GUARD": "0",
+        "SPECGOVERNOR_REPEAT": "1",
         **more,
     }
 
@@ -125,7 +127,7 @@ def read_rounds(path):
 
 
 def ran(row):
-    return ("warm" if row["keeps_warm"] else "cold") if row["num_steps"] == 0 else row["num_steps"]
+    return row["off"] or row["num_steps"]
 
 
 def check_accounts(rounds, outputs):
@@ -153,6 +155,7 @@ def test_a_tier_drawn_anew_every_round_runs_as_asked_and_changes_no_token(tmp_pa
     check_same_tokens(played, plain)
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert {row["asked"] for row in rounds} == set(ALL_KINDS.split(","))
+    assert not any(row["repeats"] for row in rounds)
     check_accounts(rounds, played[2])
     assert "governs SGLang 0.5.23: 5 hooks verified, policy checkpoint sha256 " in log
     assert "candidate steps [0, 1, 2, 3, 5, 7]" in log
@@ -186,6 +189,9 @@ def test_the_shipped_policy_decides_and_changes_no_token(tmp_path, plain):
     check_same_tokens(played, plain)
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert len({row["asked"] for row in rounds}) > 1
+    # Few requests repeat a decision, more do not.
+    assert {row["repeats"] for row in rounds if row["batch_size"] <= 4} == {True, False}
+    assert {row["repeats"] for row in rounds if row["batch_size"] > 4} == {False}
     check_accounts(rounds, played[2])
     assert f"policy {SHIPPED.name} sha256 " in log
     assert "an error in the governor" not in log
@@ -194,7 +200,9 @@ def test_the_shipped_policy_decides_and_changes_no_token(tmp_path, plain):
 
 def test_a_policy_decides_and_is_traced_with_the_prefix_cache_on(tmp_path, plain):
     trace_file = tmp_path / "trace.jsonl.gz"
-    decisions, env = governed(tmp_path, "native,1,3,5", SPECGOVERNOR_TRACE=str(trace_file))
+    decisions, env = governed(
+        tmp_path, "native,1,3,5", SPECGOVERNOR_TRACE=str(trace_file), SPECGOVERNOR_REPEAT="2"
+    )
     with start_engine(env=env, disable_radix_cache=False) as engine:
         first, again = play(engine), play(engine)
         log = engine.log()
@@ -202,14 +210,14 @@ def test_a_policy_decides_and_is_traced_with_the_prefix_cache_on(tmp_path, plain
         trace = read_trace(trace_file)
     check_same_tokens(first, plain)
     check_same_tokens(again, plain)
-    # The only off that SGLang has in such a server is the cold zero-step tier.
-    assert "'native' runs as 'cold'" in log
+    assert "native rounds: eager" in log
+    assert "'native' runs as 'cold'" not in log
     assert [row["asked"] for row in rounds] == [str(ran(row)) for row in rounds]
     assert len({row["asked"] for row in rounds}) > 1
     check_accounts(rounds, [*first[2], *again[2]])
     decoded = [row for row in trace.rows if row.phase == "decode"]
     assert [(row.num_steps, row.batch_size) for row in decoded] == [
-        (row["num_steps"], row["batch_size"]) for row in rounds
+        (row["num_steps"] or None, row["batch_size"]) for row in rounds
     ]
     assert sum(row.new_tokens for row in trace.rows if row.phase == "prefill") > 0
     assert trace.header.zero_step == "cold"

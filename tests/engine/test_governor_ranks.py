@@ -54,6 +54,7 @@ def sequences(path):
             [
                 (
                     row["asked"],
+                    row["off"],
                     row["num_steps"],
                     row["num_correct"],
                     row["batch_size"],
@@ -74,17 +75,22 @@ def check_ranks_agree(engine, path, work):
     return first
 
 
-@pytest.mark.parametrize("source", [None, RANDOM_TIERS], ids=["policy", "random"])
-def test_both_ranks_run_the_same_tiers(tmp_path, source):
-    decisions, env = governed(tmp_path, "cold,1,2,3,5")
+@pytest.mark.parametrize(
+    ("source", "repeat"), [(None, "3"), (RANDOM_TIERS, "1")], ids=["policy", "random"]
+)
+def test_both_ranks_run_the_same_tiers(tmp_path, source, repeat):
+    decisions, env = governed(tmp_path, "native,cold,1,2,3,5", SPECGOVERNOR_REPEAT=repeat)
     plugins = [] if source is None else [write_plugin(tmp_path / "plugin", source)]
     with start_engine(env=env, plugins=plugins, tp_size=2) as engine:
         rounds = check_ranks_agree(engine, decisions, play)
-    assert {asked for asked, *_ in rounds} == {"cold", "1", "2", "3", "5"}
+    assert {asked for asked, *_ in rounds} == {"native", "cold", "1", "2", "3", "5"}
+    assert [asked for asked, *_ in rounds] == [str(off or steps) for _, off, steps, *_ in rounds]
 
 
 def test_the_guard_overrules_a_policy_that_sticks_to_the_worst_tier(tmp_path):
-    decisions, env = governed(tmp_path, "cold,1,2,3,5", SPECGOVERNOR_GUARD="1")
+    decisions, env = governed(
+        tmp_path, "cold,1,2,3,5", SPECGOVERNOR_GUARD="1", SPECGOVERNOR_REPEAT="8"
+    )
     plugin = write_plugin(tmp_path / "plugin", STUCK_ON_THE_WORST)
     with start_engine(env=env, plugins=[plugin], tp_size=2) as engine:
         rounds = check_ranks_agree(
@@ -119,7 +125,7 @@ def test_the_mode_changes_on_both_ranks_in_the_same_round(tmp_path):
         first, second = sequences(decisions)
     assert first == second
     asked = [asked for asked, *_ in first]
-    steps = [steps for _, steps, *_ in first]
+    steps = [steps for _, _, steps, *_ in first]
     off, shadow = asked.index(None), next(i for i, a in enumerate(asked) if a is not None)
     on = next(i for i, s in enumerate(steps) if s != 3)
     end = len(asked) - next(i for i, a in enumerate(asked[::-1]) if a is not None)

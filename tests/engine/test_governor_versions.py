@@ -37,6 +37,21 @@ def test_all_symbols_are_there(version):
     assert symbols.check_symbols(version, source_of(version)) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "faults"),
+    [
+        # The governor runs there, and its native tier as cold.
+        (symbols.FIRST_SUPPORTED, ["model_runner.ModelRunner.token_to_kv_pool is missing"]),
+        ("0.5.17", []),
+        (symbols.LAST_SUPPORTED, []),
+    ],
+)
+def test_native_rounds_have_their_symbols(version, faults):
+    found = symbols.check_native_symbols(source_of(version))
+    assert len(found) == len(faults)
+    assert all(fault in line for line, fault in zip(found, faults, strict=True))
+
+
 def test_a_renamed_symbol_is_found(tmp_path):
     source = source_of(symbols.LAST_SUPPORTED)
     copy = tmp_path / "sglang"

@@ -7,7 +7,7 @@ A command is {"id", "op", ...}; every reply to it carries its id. Commands run s
 
 | op | more of the command | replies |
 | --- | --- | --- |
-| generate | requests: [{input_ids, sampling_params}] | result: a list of outputs |
+| generate | requests: [{input_ids, sampling_params}], SGLang's options of all | result: outputs |
 | submit | request: {rid, input_ids, sampling_params} | num_tokens, growing; result: an output |
 | abort | rid | result: null |
 | server_info | | result: the resolved arguments and each scheduler's internal state |
@@ -38,6 +38,7 @@ async def execute(engine: Any, command: dict[str, Any], reply: Reply) -> object:
             return await engine.async_generate(
                 input_ids=[request["input_ids"] for request in requests],
                 sampling_params=[request["sampling_params"] for request in requests],
+                **command.get("options", {}),
             )
         case "submit":
             output = None

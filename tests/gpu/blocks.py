@@ -57,6 +57,10 @@ def share_kept(blocks, batch_size, width):
     governed = sum(b["rounds"] for b in chosen if not b["bypassed"])
     background_s = sum(b["background_s"] for b in chosen) / governed
     found["background_s_a_round"] = round(background_s, 7)
+    # Of all blocks: the hooks of a block's first launch run before the block is timed.
+    hooks_s = sum(b["hooks_s"] for b in chosen) / governed
+    found["hooks_s_a_round"] = round(hooks_s, 7)
+    found["hooks_share"] = round(hooks_s / seconds["with"], 5)
     found["least_share_kept"] = round(
         (seconds["without"] - background_s / 2) / (seconds["with"] + background_s / 2), 5
     )

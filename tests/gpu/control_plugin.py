@@ -79,6 +79,21 @@ def time_background():
     return lambda: sum(list(taken_s.values()))
 
 
+class Timed:
+    """Times what a hook stands around, so that what is left is the hook's own time."""
+
+    def __init__(self, call):
+        self._call = call
+        self.seconds = 0.0
+
+    def __call__(self, *args, **kwargs):
+        started_s = time.perf_counter()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - started_s
+
+
 class Blocks:
     """Says which rounds the hooks are bypassed in, and times the blocks of them."""
 
@@ -88,6 +103,7 @@ class Blocks:
         self._launches = 0
         self._block = None  # of the launch that is being made
         self._of_result = {}  # block by the identity of its result, which lives until processed
+        self.hooks_s = 0.0  # of the hooks themselves, in the thread of the scheduler
         self._timed = None  # what the block of the last result has so far
         self._last_s = None
 
@@ -117,6 +133,7 @@ class Blocks:
         if timed is not None and (block is None or block != timed["block"]):
             if self._file is not None and timed["rounds"] == BLOCK_ROUNDS:
                 timed["background_s"] = self._background_s() - timed["background_s"]
+                timed["hooks_s"] = self.hooks_s - timed["hooks_s"]
                 with open(self._file, "a") as stream:
                     stream.write(json.dumps(timed) + "\n")
                 now_s = time.perf_counter()
@@ -127,7 +144,7 @@ class Blocks:
                     "block": block, "bypassed": self._bypasses(block), "batch_size": batch_size,
                     "width": result.speculative_num_draft_tokens,
                     "rounds": 0, "timed_rounds": 0, "tokens": 0, "seconds": 0.0,
-                    "background_s": self._background_s(),
+                    "background_s": self._background_s(), "hooks_s": self.hooks_s,
                 }  # fmt: skip
             if (timed["batch_size"], timed["width"]) != (
                 batch_size,
@@ -167,7 +184,14 @@ def control_driver(control, background_s):
             logs.append(self.decisions)
         self.decisions = logs[0] if logs and control.said["log"] else None
         del logs[1:]
-        return run(self, original, *args, **kwargs)
+        return timed(run, self, original, *args, **kwargs)
+
+    def timed(hook, self, original, *args, **kwargs):
+        inner, started_s = Timed(original), time.perf_counter()
+        try:
+            return hook(self, inner, *args, **kwargs)
+        finally:
+            blocks.hooks_s += time.perf_counter() - started_s - inner.seconds
 
     def process_batch_result(self, original, scheduler, batch, result, *args, **kwargs):
         size = len(batch.reqs)
@@ -177,7 +201,7 @@ def control_driver(control, background_s):
             # Else the trace and the guard would take the whole block for the next round's time.
             self._last_result_s = time.perf_counter()
         else:
-            returned = process(self, original, scheduler, batch, result, *args, **kwargs)
+            returned = timed(process, self, original, scheduler, batch, result, *args, **kwargs)
         blocks.processed(result, size)
         return returned
 

@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -66,12 +67,12 @@ def cpu(kv_share, steps=None):
     return {k.replace("_", "-"): v for k, v in arguments.items()}, harness.environment()
 
 
-def plugins(folder):
-    """Make folders from which SGLang finds the control plugin, and ours if it is not installed.
+def plugins(folder, control="control_plugin"):
+    """Make folders from which SGLang finds a control plugin, and ours if it is not installed.
 
     It loads them in the order of the path: the control plugin first.
     """
-    wanted = {"control_plugin": "control_plugin:register"}
+    wanted = {control: f"{control}:register"}
     try:
         importlib.metadata.distribution("specgovernor")
     except importlib.metadata.PackageNotFoundError:
@@ -84,13 +85,29 @@ def plugins(folder):
     return [*(folder / name for name in wanted), HERE, ROOT]
 
 
+def free_port():
+    """Return a port that nothing has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Server:
     """A server in processes of its own."""
 
-    def __init__(self, folder, name, arguments, env, module="sglang.launch_server", ours=()):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def __init__(
+        self,
+        folder,
+        name,
+        arguments,
+        env,
+        module="sglang.launch_server",
+        ours=(),
+        control="control_plugin",
+    ):
+        port = free_port()
         words = [sys.executable, "-m", module, *ours, "--host", "127.0.0.1", "--port", port]
         words += ["--skip-server-warmup"]
         for key, value in arguments.items():
@@ -99,7 +116,11 @@ class Server:
             words.append(f"--{key}")
             if value is not True:
                 words += value if isinstance(value, list) else [value]
-        path = [env.get("PYTHONPATH"), *plugins(folder / "plugins"), os.environ.get("PYTHONPATH")]
+        path = [
+            env.get("PYTHONPATH"),
+            *plugins(folder / "plugins", control),
+            os.environ.get("PYTHONPATH"),
+        ]
         env = {**os.environ, **env, "PYTHONPATH": ":".join(str(p) for p in path if p)}
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
@@ -124,7 +145,8 @@ class Server:
                     async with session.get(f"{self.url}/health") as answer:
                         if answer.status == 200:
                             return
-                if self._process.poll() is not None or time.monotonic() > end_s:
+                taken = b"address already in use" in self.log.read_bytes()
+                if self._process.poll() is not None or taken or time.monotonic() > end_s:
                     self.close()
                     tail = self.log.read_text(errors="replace").splitlines()[-60:]
                     raise SystemExit("\n".join(["the server did not start", *tail]))
