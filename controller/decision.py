@@ -26,6 +26,13 @@ from controller.tiers import MAX_NUM_STEPS
 
 logger = logging.getLogger(__name__)
 
+REPEAT_BATCH = 4
+"""Largest batch at which a decision may stand for several rounds. With so few requests SGLang waits
+for its own Python, not for the GPU, so that a decision's time is lost in full."""
+REPEAT_ROUNDS = 8
+"""Rounds that such a decision stands for, unless requests join or leave, once the same tier was
+chosen for as many rounds before: a probe is decided on round by round."""
+
 
 class Decision(Protocol):
     """What both forms can do; see :class:`ListDecision`."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+from controller.decision import REPEAT_BATCH, REPEAT_ROUNDS
 from controller.errors import SpecGovernorError
 from controller.tiers import WARM
 from engine_hooks.decision_log import DecisionLog
@@ -26,7 +27,7 @@ from engine_hooks.metrics import GovernorMetrics
 from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceRecorder
 from engine_hooks.rounds import Launch, decision_row, round_count, trace_row
-from engine_hooks.settings import DEFAULT_REPEAT, MODES, OFF, ON
+from engine_hooks.settings import MODES, OFF, ON
 from engine_hooks.summary import Summary
 from engine_hooks.symbols import (
     count_context,
@@ -42,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LAUNCHES = 8
 """Launches that are remembered; the overlap schedule has two without a result."""
-REPEAT_BATCH = 4
-"""Largest batch at which a decision stands for several rounds. With so few requests SGLang waits
-for its own Python, not for the GPU, so that a decision's time is lost in full."""
 HAND_OVER_ROUNDS = 25
 """Results after which summary, guard and metrics are told of them."""
 MIN_STEADY = 3
@@ -67,7 +65,7 @@ class Driver:
         off: Says which kind of off rounds without steps are.
         load: Reads context tokens and the use of the KV cache.
         repeat_rounds: Rounds that a decision stands for at up to ``REPEAT_BATCH`` requests, unless
-            some join or leave.
+            some join or leave, once the same was decided for as many.
         ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
         fallbacks: Errors of the hooks; each left a round at the static steps.
     """
@@ -81,7 +79,7 @@ class Driver:
         self.recorder: TraceRecorder | None = None
         self.decisions: DecisionLog | None = None
         self.summary = Summary()
-        self.repeat_rounds = DEFAULT_REPEAT
+        self.repeat_rounds = REPEAT_ROUNDS
         self.ignores_queue = False
         self.fallbacks = 0
         self.off = OffSwitch()
@@ -91,6 +89,9 @@ class Driver:
         self._any_prefilled = False  # Asking the set takes longer.
         # By the identity of its result, which the launch keeps alive.
         self._launches: dict[int, Launch] = {}
+        # What was decided last, and for how many rounds before.
+        self._last_asked: int | None = None
+        self._same_asked = 0
         # Rounds that repeat a decision: how many were planned and are left, of how many requests;
         # the launch that decided; and of each since: result, clock at its launch, seconds of its
         # launch, clock when its result had been processed, requests and which of them were done.
@@ -228,15 +229,13 @@ class Driver:
         """Decide on a decode round; return a note of its launch."""
         # First of all: a rank that left out one of these calls would wait for the others.
         rounds = 1 + self._repeats_planned - self._repeats_left
+        self._same_asked += rounds
         self._repeats_planned = self._repeats_left = 0
         guard = self.guard
         guarded = guard is not None and self.mode == ON and self._begin_guarded(guard, rounds)
         governor = self.governor
         requests = batch.reqs
         batch_size = self._repeat_batch = len(requests)
-        # The same on all ranks, whatever goes wrong below: they must count the same rounds.
-        if batch_size <= REPEAT_BATCH and not guarded:
-            self._repeats_planned = self._repeats_left = self.repeat_rounds - 1
         if self._repeats:
             self._learn_repeats()
         if self._any_prefilled:
@@ -262,6 +261,10 @@ class Driver:
             except Exception:
                 launch.asked = None
                 self._failed()
+        if launch.asked != self._last_asked:
+            self._last_asked, self._same_asked = launch.asked, 0
+        elif batch_size <= REPEAT_BATCH and not guarded and self._same_asked >= self.repeat_rounds:
+            self._repeats_planned = self._repeats_left = self.repeat_rounds - 1
         return launch
 
     def _begin_prefill(self, scheduler: Any, batch: Any, started_s: float) -> Launch | None:

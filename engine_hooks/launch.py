@@ -11,6 +11,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 
+from controller.decision import REPEAT_ROUNDS
 from controller.errors import SpecGovernorError
 from engine_hooks import settings, symbols
 
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         "--governor-repeat",
         metavar="ROUNDS",
         help=f"rounds that a decision stands for with up to 4 requests, 1 to {settings.MAX_REPEAT} "
-        f"(default {settings.DEFAULT_REPEAT})",
+        f"(default {REPEAT_ROUNDS})",
     )
     parser.add_argument("--governor-trace", metavar="FILE", help="record a step trace")
     parser.add_argument("--governor-decisions", metavar="FILE", help="log every decision")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controller.checkpoint import Checkpoint, load_checkpoint
+from controller.decision import REPEAT_ROUNDS
 from controller.errors import ConfigError
 
 POLICY = "SPECGOVERNOR_POLICY"
@@ -39,7 +40,6 @@ SHADOW = "shadow"
 OFF = "off"
 MODES = (OFF, SHADOW, ON)
 
-DEFAULT_REPEAT = 8
 MAX_REPEAT = 64
 
 _FLAGS = {
@@ -74,7 +74,7 @@ class Settings:
     mode: str = OFF
     strict: bool = False
     guard: bool = True
-    repeat: int = DEFAULT_REPEAT
+    repeat: int = REPEAT_ROUNDS
     trace: Path | None = None
     decisions: Path | None = None
     calibration: Path | None = None
@@ -102,7 +102,7 @@ class Settings:
             mode=mode if policy is not None else OFF,
             strict=_flag(env, STRICT, False),
             guard=_flag(env, GUARD, True),
-            repeat=_rounds(env, REPEAT, DEFAULT_REPEAT),
+            repeat=_rounds(env, REPEAT, REPEAT_ROUNDS),
             trace=_path(env.get(TRACE, "")),
             decisions=_path(env.get(DECISIONS, "")),
             calibration=_path(env.get(CALIBRATION, "")),

@@ -11,6 +11,7 @@ from controller.checkpoint import load_checkpoint, save_checkpoint
 from controller.errors import ConfigError
 from env.acceptance_process import Acceptance
 from env.deployment import Deployment
+from env.lengths import Lengths
 from env.simulator import Cell
 from env.workload import ClosedLoop, Workload
 from tests.synthetic import calibration, cell
@@ -138,6 +139,38 @@ def test_an_output_that_would_destroy_something_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.timeout(600)
+class Counted:
+    """A policy that takes the last tier, but for every 50th decision; counts its decisions."""
+
+    def __init__(self, num_tiers):
+        self.num_tiers = num_tiers
+        self.asked = 0
+
+    def logits(self, observations):
+        assert len(observations) == 1
+        self.asked += 1
+        return np.eye(self.num_tiers)[[-1 if self.asked % 50 else 0]]
+
+
+@pytest.mark.parametrize(("clients", "repeats"), [(1, True), (4, True), (5, False)])
+def test_the_policy_repeats_a_decision_for_few_requests_as_in_the_server(clients, repeats):
+    deployment = Deployment(calibration(), tiers="off,3", max_running_requests=8)
+    # One output is longer than the episode: nobody joins or leaves after the start.
+    lengths = Lengths(100_000.0, 0.0, 100_000, 100_000)
+    workload = Workload(
+        "long", ClosedLoop(clients, 3000 * clients), Acceptance("shared", 0.5, 0.5), outputs=lengths
+    )
+    cells = [Cell(deployment, workload)]
+    asked = {}
+    for rounds in (1, 8):
+        policy = Counted(2)
+        evaluate(LearnedPolicy(policy, repeat_rounds=rounds), cells, [1])
+        asked[rounds] = policy.asked
+    # Of 50 decisions 9 are for one round, after a change and the one back; the others for 8 rounds.
+    expected = asked[1] * 50 / (9 + 41 * 8) if repeats else asked[1]
+    assert asked[8] == pytest.approx(expected, rel=0.1)
+
+
 def test_shipped_policy_beats_the_threshold_in_every_default_cell():
     """The claim of the README, on fewer seeds: no cell lost, most of the oracle's gain won."""
     report = compare(load_checkpoint(SHIPPED), num_seeds=3)

@@ -104,7 +104,7 @@ def governor_on_lists():
 @pytest.fixture(autouse=True)
 def decide_every_round(monkeypatch):
     """Few requests are easiest to follow; what is special about them has tests of its own."""
-    monkeypatch.setattr("engine_hooks.driver.DEFAULT_REPEAT", 1)
+    monkeypatch.setattr("engine_hooks.driver.REPEAT_ROUNDS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -366,6 +366,13 @@ def test_guard_and_metrics_learn_of_every_round_once(driver, params, overlap):
     assert driver.fallbacks == 0
 
 
+def decide_as(driver, choose):
+    """Have the policy choose what a function of the number of the decision says; return a count."""
+    asked = []
+    driver.governor.policy_tier = lambda *seen: asked.append(seen[0]) or choose(len(asked))
+    return asked
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_few_requests_repeat_a_decision(driver, params, overlap, monkeypatch):
     driver.repeat_rounds = 3
@@ -381,16 +388,17 @@ def test_few_requests_repeat_a_decision(driver, params, overlap, monkeypatch):
     driver.guard = guard
     learn = driver.governor.result
     driver.governor.result = lambda *row: learned.append(row) or learn(*row)
-    script(driver, [1, 3, 4, 5])
-    assert play(driver, params, 11, overlap) == [1] * 3 + [3] * 3 + [5] * 3 + [7] * 2
+    # Once depth 1 was chosen for three rounds, every third round is decided on, until it changes.
+    asked = decide_as(driver, lambda decision: 1 if decision <= 5 else 4)
+    ran = [1] * 9 + [5] * 6
+    assert play(driver, params, 15, overlap) == ran
+    assert len(asked) == 9
     driver.on_idle(lambda scheduler: None, scheduler())
-    results = 11 - overlap
-    ran = ([1] * 3 + [3] * 3 + [5] * 3 + [7] * 2)[:results]
+    ran = ran[: 15 - overlap]
     assert [(count.tier, count.tokens) for count in counted] == [(str(n), 4) for n in ran]
     # Only rounds that were decided on have a time of decision.
-    assert [count.decision_s is not None for count in counted] == ([True, False, False] * 4)[
-        :results
-    ]
+    decided = [count.decision_s is not None for count in counted]
+    assert decided == [i not in (4, 5, 7, 8, 13, 14) for i in range(len(ran))]
     assert [row[1:5] for row in traced] == [(n, 2, 22, 0) for n in ran]
     assert all(row[5] > 0 and row[7] > 0 for row in traced)
     assert [row[1] for row in learned] == ran
@@ -399,31 +407,45 @@ def test_few_requests_repeat_a_decision(driver, params, overlap, monkeypatch):
     assert not driver._repeats
 
 
-def test_a_repeated_decision_ends_when_requests_join_or_leave(driver, params):
+def test_a_tier_that_changes_is_decided_on_round_by_round(driver, params):
     driver.repeat_rounds = 8
-    script(driver, [1, 3, 4, 5, 2])
+    tiers = [1, 3, 3, 3, 3, 3, 3, 3, 3, 1, 0, 0]
+    script(driver, tiers)
+    play(driver, params, 12)
+    with pytest.raises(StopIteration):
+        next(driver.governor.policy_tier.__closure__[0].cell_contents)
+    assert driver.fallbacks == 0
+
+
+def test_a_repeated_decision_ends_when_requests_join_or_leave(driver, params):
+    driver.repeat_rounds = 2
+    asked = decide_as(driver, lambda decision: 1)
     worker, here = Worker(params), scheduler()
     a, b, c = (Request(name) for name in "abc")
 
     def run(mode, *requests):
+        before = len(asked)
         ran = batch(mode, list(requests))
         driver.process_batch_result(keep, here, ran, driver.run_batch(worker.run, here, ran))
+        return len(asked) > before
 
-    run("decode", a, b)
-    run("decode", a, b)
-    run("decode", a)
-    run("decode", a)
+    assert [run("decode", a, b) for _ in range(6)] == [True, True, True, False, True, False]
+    assert run("decode", a, b)
+    assert run("decode", a)  # b has left.
+    assert not run("decode", a)
+    assert run("decode", a)
     run("extend", c)
-    run("decode", a, c)
+    assert run("decode", a, c)
     run("extend", b)  # Takes the place of c.
-    run("decode", a, b)
-    run("decode", *(Request(str(i)) for i in range(5)))
-    assert worker.flags == [1, 1, 3, 3, 5, 7, 2]
+    assert run("decode", a, b)
+    many = [Request(str(i)) for i in range(5)]
+    assert [run("decode", *many) for _ in range(4)] == [True] * 4
+    assert set(worker.flags) == {1}
     assert driver.fallbacks == 0
 
 
 def test_the_guard_counts_repeated_rounds_and_stops_them_while_it_acts(driver, params, monkeypatch):
-    driver.repeat_rounds = 8
+    driver.repeat_rounds = 4
     orders = iter([(1, 2, 1, 12)])  # Try tier 2 for 12 rounds.
     driver.guard = Guard(
         driver.governor.tiers.num_steps,
@@ -434,28 +456,28 @@ def test_the_guard_counts_repeated_rounds_and_stops_them_while_it_acts(driver, p
         True,
     )
     monkeypatch.setattr(driver.guard, "_judge", lambda: (0, 0, 0, 0))
-    driver.governor.policy_tier = lambda *seen: 1
+    asked = decide_as(driver, lambda decision: 1)
     flags = play(driver, params, 60, overlap=True)
+    # Decisions on rounds 1 to 5, then on every fourth: the first after the 25th verdict is due is
+    # that of round 25. While the guard acts, and for four rounds after it, every round has one.
     assert flags == [1] * 24 + [2] * 12 + [1] * 24
-    assert driver.guard._round == 53  # The last seven repeat.
+    assert len(asked) == 5 + 4 + 12 + 5 + 4
+    assert driver.guard._round == 57  # The last three repeat.
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_repeated_rounds_are_in_the_decision_log(driver, params, overlap):
     rows = []
-    driver.repeat_rounds = 3
+    driver.repeat_rounds = 2
     driver.decisions = SimpleNamespace(put=rows.append)
-    script(driver, [1, 3, 4])
+    decide_as(driver, lambda decision: 3)
     play(driver, params, 7, overlap)
     driver.on_idle(lambda scheduler: None, scheduler())
     results = 7 - overlap
-    assert [row["num_steps"] for row in rows] == [1, 1, 1, 3, 3, 3, 5][:results]
-    assert [row["asked"] for row in rows] == ["1", "1", "1", "3", "3", "3", "5"][:results]
-    # Under overlap the last repeat of each has its result after the next decision.
-    assert [row["repeats"] for row in rows] == [False, True, True, False, True, True, False][
-        :results
-    ]
-    assert [row["decision_us"] is None for row in rows] == [row["repeats"] for row in rows]
+    repeats = [False, False, False, True, False, True, False][:results]
+    assert [(row["num_steps"], row["asked"]) for row in rows] == [(3, "3")] * results
+    assert [row["repeats"] for row in rows] == repeats
+    assert [row["decision_us"] is None for row in rows] == repeats
     for row in rows:
         assert (row["requests"], row["finished_before"]) == (["a", "b"], [False, False])
         assert row["num_correct"] == [1, 1]

@@ -197,7 +197,7 @@ def test_the_hooks_see_every_other_block_and_no_result_without_its_launch(
     assert driver.fallbacks == 0
     driver._hand_over()
     assert driver.governor.results == 4 * rounds + 1
-    assert driver.governor.decided == -(-driver.governor.results // repeat)
+    assert (driver.governor.decided < driver.governor.results / 3) == (repeat > 1)
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["block"] for row in written] == list(range(8))
     assert [row["bypassed"] for row in written] == [False, True, True, False] * 2

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from controller.decision import REPEAT_BATCH, REPEAT_ROUNDS
+from controller.memory import JUST_JOINED
 from controller.policy import NumpyPolicy
 from controller.tiers import NATIVE, OFF_KINDS
 from env.acceptance_process import DraftRecovery
@@ -72,13 +74,17 @@ class NativeServer:
 class LearnedPolicy:
     """The policy of a checkpoint, deterministic, as the server runs it.
 
+    With up to ``REPEAT_BATCH`` requests a decision may stand for some rounds there, and so here.
+
     Attributes:
         policy: The network.
         name: Name in tables.
+        repeat_rounds: How many rounds, this one included.
     """
 
     policy: NumpyPolicy
     name: str = "policy"
+    repeat_rounds: int = REPEAT_ROUNDS
 
     def prepare(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells as they are."""
@@ -88,12 +94,28 @@ class LearnedPolicy:
         """Run all servers until they are done."""
         observations = np.zeros((simulator.num_servers, simulator.observation_size), np.float32)
         actions = np.zeros(simulator.num_servers, np.int64)
+        left = np.zeros(simulator.num_servers, np.int64)
+        rounds_same = np.zeros(simulator.num_servers, np.int64)
+        decided_size = np.zeros(simulator.num_servers, np.int64)
         while True:
-            active = np.flatnonzero(~simulator.done)
-            if not len(active):
+            if simulator.done.all():
                 return
             simulator.observe(observations)
-            actions[active] = self.policy.logits(observations[active]).argmax(axis=-1)
+            size = simulator.state.server["num_running"]
+            same = (size == decided_size) & (simulator.state.memory[:, JUST_JOINED] == 0.0)
+            repeats = (left > 0) & same
+            left[repeats] -= 1
+            rounds_same += 1
+            decides = np.flatnonzero(~simulator.done & ~repeats)
+            if len(decides):
+                chosen = self.policy.logits(observations[decides]).argmax(axis=-1)
+                rounds_same[decides[chosen != actions[decides]]] = 0
+                actions[decides] = chosen
+                decided_size[decides] = size[decides]
+                stands = (size[decides] <= REPEAT_BATCH) & (
+                    rounds_same[decides] >= self.repeat_rounds
+                )
+                left[decides] = np.where(stands, self.repeat_rounds - 1, 0)
             simulator.step(actions)
 
 
