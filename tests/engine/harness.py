@@ -45,8 +45,8 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the trained target and draft
-BOOT_LIMIT_S = 180.0
-REPLY_LIMIT_S = 120.0
+BOOT_LIMIT_S = 300.0
+REPLY_LIMIT_S = 240.0
 KILL_LIMIT_S = 20.0
 LOG_TAIL_LINES = 60
 

@@ -12,7 +12,7 @@ import pytest
 import texts
 from harness import Engine, EngineFailed, Output, alive, start_engine, start_server, write_plugin
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 BATCHES = (1, 3, 8)
 NUM_TOKENS = 64

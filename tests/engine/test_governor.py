@@ -20,7 +20,7 @@ from controller.policy import parameter_shapes
 from controller.tiers import tier_of
 from controller.trace import read_trace
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATION = ROOT / "checkpoints/calibrations/h200-llama3-8b-eagle3-fa3.json"

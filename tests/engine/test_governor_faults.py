@@ -4,7 +4,7 @@ import pytest
 from harness import EngineFailed, start_engine, write_plugin
 from test_governor import governed, prompts, read_rounds
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 120
 

@@ -7,7 +7,7 @@ import pytest
 from harness import EngineFailed, start_engine, write_plugin
 from test_governor import RANDOM_TIERS, governed, play, prompts
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 # Every rank draws its own tiers, as a policy would that read a clock.
 RANK_LOCAL = """

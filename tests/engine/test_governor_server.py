@@ -10,7 +10,7 @@ import pytest
 from harness import start_engine, start_server, write_plugin
 from test_governor import RANDOM_TIERS, governed, prompts, ran, read_rounds
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 120
 
@@ -57,7 +57,8 @@ def test_launch_starts_a_governed_server_with_metrics(tmp_path):
     switches = sum(a != b for a, b in itertools.pairwise(names))
     assert samples_of(metrics, "switches_total") == {"": switches}
     assert samples_of(metrics, "num_steps") == {"": rounds[-1]["num_steps"]}
-    assert samples_of(metrics, "decision_seconds_count") == {"": len(rounds)}
+    decided = sum(not row["repeats"] for row in rounds)
+    assert samples_of(metrics, "decision_seconds_count") == {"": decided}
     assert 0 < samples_of(metrics, "decision_seconds_sum")[""] < 0.01 * len(rounds)
     for name in ("fallbacks_total", "guard_active", "guard_forced_total"):
         assert samples_of(metrics, name) == {"": 0}

@@ -12,7 +12,7 @@ import pytest
 
 from engine_hooks import symbols
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 CACHE = Path(sys.prefix) / "cache"
 

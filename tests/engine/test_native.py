@@ -10,7 +10,7 @@ import pytest
 from harness import start_engine, write_plugin
 from test_governor import RANDOM_TIERS, check_same_tokens, governed, play, prompts, read_rounds
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 # Writes the forward passes of each decode round, and what is free whenever nothing runs.
 WITNESS = """

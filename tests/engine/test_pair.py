@@ -20,7 +20,7 @@ from train_pair import (
     walk,
 )
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT, NUM_TOKENS, NUM_STEPS = 128, 128, 3
 PROMPTS = [list(excerpt["text"].encode()[:PROMPT]) for excerpt in EXCERPTS]

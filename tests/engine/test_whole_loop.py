@@ -11,7 +11,7 @@ from test_governor import governed, play, ran, read_rounds
 
 from controller.checkpoint import load_checkpoint
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 # Each tier for ten rounds: the first rounds after a switch are not typical, and are not fitted.
 STRETCHES = """
