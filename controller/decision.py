@@ -26,6 +26,9 @@ from controller.tiers import MAX_NUM_STEPS
 
 logger = logging.getLogger(__name__)
 
+_UP_TO = [bytes(range(count + 1)) for count in range(MAX_NUM_STEPS + 1)]
+"""Bytes that a row may be, by draft steps."""
+
 REPEAT_BATCH = 4
 """Largest batch at which a decision may stand for several rounds. With so few requests SGLang waits
 for its own Python, not for the GPU, so that a decision's time is lost in full."""
@@ -190,7 +193,7 @@ def checked_rows(num_correct: Sequence[int], num_steps: int) -> bytes:
         ValueError: If one is negative or more than ``num_steps``.
     """
     rows = bytes(num_correct)
-    if rows and max(rows) > num_steps:
+    if rows.translate(None, _UP_TO[num_steps]):
         raise ValueError(f"expected 0 to {num_steps} correct drafts a row, got {max(rows)}")
     return rows
 

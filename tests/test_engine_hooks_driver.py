@@ -633,7 +633,7 @@ def test_the_load_is_read_now_and_then():
     assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 2, pytest.approx(0.6))
     # What SGLang keeps goes first.
     reader.forget()
-    assert read(*large[:2], seq_lens_cpu=SimpleNamespace(sum=lambda: 77))[0] == 77
+    assert read(*large[:2], seq_lens_cpu=SimpleNamespace(numpy=lambda: np.array([70, 7])))[0] == 77
     reader.forget()
     assert read(*large[:2], seq_lens_sum=78)[0] == 78
 
