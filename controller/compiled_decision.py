@@ -118,23 +118,21 @@ def _second_layer(h: Array, z: Array, weight: Array, bias: Array, logit_weight: 
     logit = 0.0
     for j in range(second):
         if z[j] > 0.0:
-            logit += float(z[j]) * logit_weight[j]
+            logit += z[j] * logit_weight[j]
     return logit
 
 
 @register_jitable
-def _best_tier(network: Array, num_tiers: int, hidden: int, second: int) -> int:
+def _best_tier(observation: Array, network: Array, num_tiers: int, hidden: int, second: int) -> int:
     """Return the tier with the highest logit; the arguments are those of :func:`_decide`."""
     num_global = NUM_GLOBAL
     num_per_tier = NUM_PER_TIER
-    size = num_global + num_tiers * num_per_tier
-    observation = network[:size]
     if not math.isfinite(np.abs(observation).sum()):
         return NOT_FINITE
-    shared = network[size : size + hidden]
-    h = network[size + hidden : size + 2 * hidden]
-    z = network[size + 2 * hidden : size + 2 * hidden + second]
-    weights = network[size + 2 * hidden + second :]
+    shared = network[:hidden]
+    h = network[hidden : 2 * hidden]
+    z = network[2 * hidden : 2 * hidden + second]
+    weights = network[2 * hidden + second :]
     at = (num_global + 1) * hidden
     global_weight = weights[:at].reshape(num_global + 1, hidden)
     tier_weight = weights[at : at + num_per_tier * hidden].reshape(num_per_tier, hidden)
@@ -147,19 +145,18 @@ def _best_tier(network: Array, num_tiers: int, hidden: int, second: int) -> int:
     # The inner loops run over neurons, not inputs: they need no reordering to use vector units.
     shared[:] = global_weight[num_global]
     for i in range(num_global):
-        x = observation[i]
+        x = float(observation[i])
         for j in range(hidden):
             shared[j] += x * global_weight[i, j]
     best = 0
     best_logit = -np.inf
     for k in range(num_tiers):
         start = num_global + k * num_per_tier
-        # Added up in double precision: the skip weights are large.
         logit = 0.0
         h[:] = shared
         for i in range(num_per_tier):
-            x = observation[start + i]
-            logit += float(x) * skip_weight[i]
+            x = float(observation[start + i])
+            logit += x * skip_weight[i]
             for j in range(hidden):
                 h[j] += x * tier_weight[i, j]
         logit += _second_layer(h, z, second_weight, second_bias, logit_weight)
@@ -178,13 +175,13 @@ def _decide(
     correct: Array,
     settings: Array,
     state: Array,
+    observation: Array,
     network: Array,
 ) -> int:
     """Record what happened since the last decision, then fill the observation and choose.
 
     Few arguments hold everything: each one that is handed over costs time, and more so in a server
-    whose other work has emptied the caches. For the same reason the network is in single precision:
-    what takes longest then is to fetch its weights.
+    whose other work has emptied the caches.
 
     Args:
         batch_size: As :func:`controller.features.fill_observation` takes it, like the next three.
@@ -198,10 +195,11 @@ def _decide(
         state: Parts as :func:`_parts` lays them out; float64. Costs are ``(largest batch + 2, K)``
             seconds by batch size, the last row seconds a context token, then the fixed seconds of
             a prefill batch.
-        network: Observation, as in training, then work space for the hidden layers, then global
-            weights and first bias ``(num_global + 1, hidden)``, tier weights ``(num_per_tier,
-            hidden)``, second weights ``(hidden, second)``, second bias, logit weights, skip
-            weights; float32.
+        observation: ``(observation_size(K),)``, filled; float32, as in training.
+        network: Work space for the hidden layers, then global weights and first bias
+            ``(num_global + 1, hidden)``, tier weights ``(num_per_tier, hidden)``, second weights
+            ``(hidden, second)``, second bias, logit weights, skip weights; float64, so that what
+            two kinds of CPU round differently is too small to part ranks.
 
     Returns:
         The best tier, the first if some tie, or ``NOT_FINITE``.
@@ -216,7 +214,7 @@ def _decide(
     for k in range(num_tiers):
         step_s[k] = costs[row + k] + costs[slopes + k] * context_tokens
     fill_digested(
-        network,
+        observation,
         batch_size,
         queue_depth,
         context_tokens,
@@ -229,7 +227,7 @@ def _decide(
         costs[slopes + num_tiers],
         digest,
     )
-    return _best_tier(network, num_tiers, settings[1], settings[2])
+    return _best_tier(observation, network, num_tiers, settings[1], settings[2])
 
 
 def _update(
@@ -304,9 +302,10 @@ class CompiledDecision:
                 (prefill_s,),
             )
         )
-        work = observation_size(num_tiers) + 2 * hidden + second
+        self._observation: Array = np.zeros(observation_size(num_tiers), np.float32)
+        work = np.zeros(2 * hidden + second)
         self._network: Array = np.concatenate(
-            [np.zeros(work), *(np.ravel(weight) for weight in weights)], dtype=np.float32
+            [work, *(np.ravel(weight) for weight in weights)], dtype=np.float64
         )
         self._correct: Array = np.zeros(2 * max_running_requests + 1, np.uint8)
         self._correct_bytes = memoryview(self._correct.data)
@@ -359,13 +358,12 @@ class CompiledDecision:
             self._correct,
             self._settings,
             self._state,
+            self._observation,
             self._network,
         )
         self._num_events = self._num_rows = 0
         if tier == NOT_FINITE:
-            return self._policy.choose(
-                self._network[: observation_size(self._num_tiers)]
-            )  # Names the entry in its error.
+            return self._policy.choose(self._observation)  # Names the entry in its error.
         return tier
 
     def joined(self, num_joined: int, batch_size: int) -> None:

@@ -10,13 +10,14 @@ code and data a round touches. So a round only does what the next decision needs
 for many rounds at once (:meth:`Driver._hand_over`), where it runs from the caches.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from controller.decision import REPEAT_BATCH, REPEAT_ROUNDS
+from controller.decision import REPEAT_BATCH
 from controller.errors import SpecGovernorError
 from controller.tiers import WARM
 from engine_hooks.decision_log import DecisionLog
@@ -26,7 +27,7 @@ from engine_hooks.load import LoadReader
 from engine_hooks.metrics import GovernorMetrics
 from engine_hooks.params import GovernedParams
 from engine_hooks.recorder import TraceRecorder
-from engine_hooks.rounds import Launch, decision_row, round_count, trace_row
+from engine_hooks.rounds import Launch, Processed, decision_row, round_count, trace_row
 from engine_hooks.settings import MODES, OFF, ON
 from engine_hooks.summary import Summary
 from engine_hooks.symbols import (
@@ -67,7 +68,7 @@ class Driver:
         repeat_rounds: Rounds that a decision stands for at up to ``REPEAT_BATCH`` requests, unless
             some join or leave, once the same was decided for as many.
         ignores_queue: Whether the waiting queue may differ between ranks and must not be read.
-        fallbacks: Errors of the hooks; each left a round at the static steps.
+        fallbacks: Errors of the hooks; one in a decision left its round at the static steps.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Driver:
         self.recorder: TraceRecorder | None = None
         self.decisions: DecisionLog | None = None
         self.summary = Summary()
-        self.repeat_rounds = REPEAT_ROUNDS
+        self.repeat_rounds = 1
         self.ignores_queue = False
         self.fallbacks = 0
         self.off = OffSwitch()
@@ -132,7 +133,7 @@ class Driver:
             try:
                 self._launched(launch, result)
             except Exception:
-                self._failed()
+                self._failed(static=False)
         return result
 
     def process_batch_result(
@@ -150,10 +151,14 @@ class Driver:
             try:
                 finished = [request.finished() for request in batch.reqs]
             except Exception:
-                self._failed()
+                self._failed(static=False)
         returned = original(scheduler, batch, result, *args, **kwargs)
         for repeat in self._repeats:
             if repeat[0] is result:
+                # The result itself holds tensors.
+                repeat[0] = Processed(
+                    result.speculative_num_draft_tokens, result.num_correct_drafts_per_req_cpu
+                )
                 repeat[3] = time.perf_counter()
                 if finished is not None:
                     repeat[4:] = batch.reqs, finished
@@ -165,7 +170,7 @@ class Driver:
             elif self.governor is not None and batch.forward_mode.is_decode():
                 raise RuntimeError("a decode result belongs to no launch that was seen")
         except Exception:
-            self._failed()
+            self._failed(static=False)
         return returned
 
     def set_internal_state(
@@ -206,7 +211,10 @@ class Driver:
                 "SGLang does not ask this server for draft steps (adaptive speculation is off); "
                 "start it with SPECGOVERNOR_MODE=on to see why"
             )
-        self._hand_over()
+        try:
+            self._hand_over()
+        except Exception:
+            self._failed(static=False)
         self._repeat_batch = -1
         before, self.mode = self.mode, mode
         self._go_static()
@@ -221,7 +229,7 @@ class Driver:
             try:
                 self._hand_over()
             except Exception:
-                self._failed()
+                self._failed(static=False)
         self._last_result_s = None
         return original(scheduler, *args)
 
@@ -255,13 +263,14 @@ class Driver:
             started_s,
         )
         self._decided = launch
+        failed = False
         if governor is not None and self.mode != OFF:
             try:
                 self._decide(governor, launch, guarded)
             except Exception:
-                launch.asked = None
+                launch.asked, failed = None, True
                 self._failed()
-        if launch.asked != self._last_asked:
+        if failed or launch.asked != self._last_asked:
             self._last_asked, self._same_asked = launch.asked, 0
         elif batch_size <= REPEAT_BATCH and not guarded and self._same_asked >= self.repeat_rounds:
             self._repeats_planned = self._repeats_left = self.repeat_rounds - 1
@@ -379,22 +388,23 @@ class Driver:
     def _learn_repeats(self) -> None:
         """Catch up with the rounds that repeated a decision, before there is another one."""
         repeats, self._repeats = self._repeats, []
-        decided = self._decided
+        decided = before = self._decided
         for result, started_s, host_s, result_s, requests, finished in repeats:
-            launch = Launch(True, self._repeat_batch, 0, 0, 0.0, started_s, repeats=True)
-            launch.result, launch.host_s = result, host_s
-            if decided is not None:
-                launch.batch_size, launch.context_tokens = (
-                    decided.batch_size,
-                    decided.context_tokens,
-                )
-                launch.queue_depth, launch.kv_use = decided.queue_depth, decided.kv_use
-                launch.asked = decided.asked
-            self._note_tier(launch)
-            if result_s is None:  # Under the overlap schedule the last one's is still to come.
-                self._await(launch)
-            else:
-                self._learn(launch, requests, finished, result_s)
+            try:
+                launch = Launch(True, self._repeat_batch, 0, 0, 0.0, started_s, repeats=True)
+                launch.result, launch.host_s = result, host_s
+                if decided is not None and before is not None:
+                    launch.batch_size, launch.asked = decided.batch_size, decided.asked
+                    launch.queue_depth, launch.kv_use = decided.queue_depth, decided.kv_use
+                    launch.context_tokens = before.context_tokens + before.tokens
+                self._note_tier(launch)
+                if result_s is None:  # Under the overlap schedule the last is still to come.
+                    self._await(launch)
+                else:
+                    self._learn(launch, requests, finished, result_s)
+                before = launch
+            except Exception:
+                self._failed(static=False)
 
     def _learn(
         self, launch: Launch, requests: list[Any], finished: list[bool] | None, now_s: float
@@ -415,13 +425,20 @@ class Driver:
             correct = launch.correct = launch.result.num_correct_drafts_per_req_cpu
             if correct is not None and launch.tier is not None and self.governor is not None:
                 self.governor.result(launch.tier, launch.num_steps, launch.cold_start, correct)
+        try:
+            self._record(launch, requests, finished)
+        except Exception:  # Only some ranks record: it must change nothing that they share.
+            self._failed(static=False)
+
+    def _record(self, launch: Launch, requests: list[Any], finished: list[bool] | None) -> None:
+        """Record a round; the arguments are those of :meth:`_learn`."""
         if self.recorder is not None:
             self.recorder.put(trace_row(launch))
         if finished is not None and self.decisions is not None and launch.decode:
             tiers = None if self.governor is None else self.governor.tiers
             self.decisions.put(decision_row(launch, tiers, requests, finished))
+        launch.result = None  # It holds tensors.
         if self.governor is not None:
-            launch.result = None  # It holds tensors.
             self._done.append(launch)
             if len(self._done) >= HAND_OVER_ROUNDS:
                 self._hand_over()
@@ -458,12 +475,19 @@ class Driver:
                     self._same_tier_results >= MIN_STEADY,
                 )
 
-    def _failed(self) -> None:
-        """Go back to the static steps for this round; say why, once."""
+    def _failed(self, static: bool = True) -> None:
+        """Count an error; say what it was, once.
+
+        Args:
+            static: Whether it left a round without a decision, which then runs at the static steps.
+                An error beside the decisions must change none: it may be one rank's alone.
+        """
         self.fallbacks += 1
-        self._go_static()
+        if static:
+            self._go_static()
         if self.metrics is not None:
-            self.metrics.count_fallback()
+            with contextlib.suppress(Exception):
+                self.metrics.count_fallback()
         if self.fallbacks == 1:
             logger.exception(
                 "specgovernor: an error in the governor; such rounds run at the static steps, and "

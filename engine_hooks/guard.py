@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 logger = logging.getLogger(__name__)
 
 SYNC_ROUNDS = 25
-"""Decode rounds between two verdicts."""
+"""Decode rounds between two verdicts; where decisions are repeated, it is the next one's round."""
 TOLERANCE = 0.05
 """Share of the best tier's tokens/s that the policy may lack."""
 PATIENCE_ROUNDS = 200

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from controller.tiers import NATIVE
 from engine_hooks.metrics import RoundCount
@@ -74,6 +74,13 @@ class Launch:
     def tokens(self) -> int:
         """Tokens that a decode round generated."""
         return self.batch_size + self.num_correct
+
+
+class Processed(NamedTuple):
+    """What is kept of a result that has been processed, under SGLang's names."""
+
+    speculative_num_draft_tokens: int | None
+    num_correct_drafts_per_req_cpu: list[int] | None
 
 
 def round_count(launch: Launch, guard_forced: int) -> RoundCount:

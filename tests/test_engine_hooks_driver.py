@@ -21,6 +21,7 @@ from engine_hooks.governor import Governor
 from engine_hooks.guard import Guard
 from engine_hooks.load import READ_EVERY, LoadReader
 from engine_hooks.params import GovernedParams
+from engine_hooks.rounds import Processed
 from engine_hooks.symbols import SKIP_DRAFT_EXTEND
 from engine_hooks.tiers import costed_tiers, runnable
 
@@ -99,12 +100,6 @@ def governor_on_lists():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine_hooks.governor.make_decision", ListDecision)
         return Governor(stand_in_checkpoint(), 16, 3)
-
-
-@pytest.fixture(autouse=True)
-def decide_every_round(monkeypatch):
-    """Few requests are easiest to follow; what is special about them has tests of its own."""
-    monkeypatch.setattr("engine_hooks.driver.REPEAT_ROUNDS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -399,12 +394,58 @@ def test_few_requests_repeat_a_decision(driver, params, overlap, monkeypatch):
     # Only rounds that were decided on have a time of decision.
     decided = [count.decision_s is not None for count in counted]
     assert decided == [i not in (4, 5, 7, 8, 13, 14) for i in range(len(ran))]
-    assert [row[1:5] for row in traced] == [(n, 2, 22, 0) for n in ran]
+    # Every round makes 4 tokens, which are added to the context that was read.
+    contexts = [22] * 4 + [26, 30, 22, 26, 30] + [22] * 4 + [26, 30]
+    assert [row[1:5] for row in traced] == [
+        (n, 2, context, 0) for n, context in zip(ran, contexts, strict=False)
+    ]
     assert all(row[5] > 0 and row[7] > 0 for row in traced)
     assert [row[1] for row in learned] == ran
     assert [row[2:4] for row in measured] == [(4, row[5]) for row in traced[1:]]
     assert driver.fallbacks == 0
     assert not driver._repeats
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+@pytest.mark.parametrize("what", ["recorder", "metrics", "guard"])
+def test_an_error_beside_the_decisions_changes_no_round(driver, params, what, at):
+    """Only the first rank records and measures: the others would go on as if nothing had been."""
+    driver.repeat_rounds = 4
+    calls, verdicts = [], []
+
+    def fails_once(*_):
+        calls.append(None)
+        if len(calls) == at:
+            raise OSError("no space left")
+
+    driver.guard = Guard(
+        driver.governor.tiers.num_steps,
+        [""] * 6,
+        3,
+        driver.governor.accept_len,
+        lambda order: verdicts.append(driver.guard._round) or order,
+        True,
+    )
+    driver.guard._judge = lambda: (0, 0, 0, 0)
+    driver.guard.measured = fails_once if what == "guard" else lambda *_: None
+    if what == "metrics":
+        driver.metrics = SimpleNamespace(put=fails_once, count_fallback=lambda: None)
+    if what == "recorder":
+        driver.recorder = SimpleNamespace(put=fails_once)
+    asked = decide_as(driver, lambda decision: 1)
+    assert play(driver, params, 60, overlap=True) == [1] * 60
+    assert len(asked) == 5 + 13
+    assert verdicts == [25, 53]
+    assert len(calls) >= at
+
+
+def test_processed_results_of_repeated_rounds_are_let_go(driver, params):
+    driver.repeat_rounds = 8
+    decide_as(driver, lambda decision: 1)
+    play(driver, params, 15)
+    assert len(driver._repeats) == 6
+    assert all(isinstance(repeat[0], Processed) for repeat in driver._repeats)
+    assert driver._decided.result is None
 
 
 def test_a_tier_that_changes_is_decided_on_round_by_round(driver, params):
