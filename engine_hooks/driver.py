@@ -31,8 +31,7 @@ from engine_hooks.rounds import Launch, Processed, decision_row, round_count, tr
 from engine_hooks.settings import MODES, OFF, ON
 from engine_hooks.summary import Summary
 from engine_hooks.symbols import (
-    count_context,
-    kept_context,
+    context_tokens,
     prefilled_requests,
     requested_mode,
     settings_reply,
@@ -153,17 +152,17 @@ class Driver:
             except Exception:
                 self._failed(static=False)
         returned = original(scheduler, batch, result, *args, **kwargs)
-        for repeat in self._repeats:
-            if repeat[0] is result:
-                # The result itself holds tensors.
-                repeat[0] = Processed(
-                    result.speculative_num_draft_tokens, result.num_correct_drafts_per_req_cpu
-                )
-                repeat[3] = time.perf_counter()
-                if finished is not None:
-                    repeat[4:] = batch.reqs, finished
-                return returned
         try:
+            for repeat in self._repeats:
+                if repeat[0] is result:
+                    # The result itself holds tensors.
+                    repeat[0] = Processed(
+                        result.speculative_num_draft_tokens, result.num_correct_drafts_per_req_cpu
+                    )
+                    repeat[3] = time.perf_counter()
+                    if finished is not None:
+                        repeat[4:] = batch.reqs, finished
+                    return returned
             launch = self._launches.pop(id(result), None)
             if launch is not None:
                 self._learn(launch, batch.reqs, finished, time.perf_counter())
@@ -314,10 +313,7 @@ class Driver:
 
         The reader is left out of it: what it remembers must be the same on all ranks.
         """
-        if self.recorder is None:
-            return 0
-        total = kept_context(batch)
-        return count_context(batch) if total is None else total
+        return 0 if self.recorder is None else context_tokens(batch)
 
     def _decide(self, governor: Governor, launch: Launch, guarded: bool) -> None:
         asked = governor.policy_tier(

@@ -10,7 +10,7 @@ same on all ranks, and so is what is read when.
 
 from typing import Any
 
-from engine_hooks.symbols import count_context, kept_context, kv_use
+from engine_hooks.symbols import context_tokens, kv_use
 
 READ_EVERY = 8
 """Decisions between two readings, unless requests join or many leave."""
@@ -49,8 +49,7 @@ class LoadReader:
                 self._last = batch_size
                 self.context_tokens = int(self._mean * batch_size)
             return
-        total = kept_context(batch)
-        self.context_tokens = count_context(batch) if total is None else total
+        self.context_tokens = context_tokens(batch)
         self._mean = self.context_tokens / batch_size if batch_size else 0.0
         # Many that came or went have other lengths: read at once.
         self._smallest = batch_size - batch_size // 8

@@ -245,17 +245,14 @@ def queues_differ_between_ranks(version: str) -> bool:
     return limited and version_key(version) < version_key("0.5.18")
 
 
-def kept_context(batch: Any) -> int | None:
-    """Return the context tokens of a batch as SGLang keeps them, a number; None if it does not."""
-    total: int | None = batch.seq_lens_sum
-    return total
-
-
-def count_context(batch: Any) -> int:
-    """Return the context tokens of a batch, added up.
+def context_tokens(batch: Any) -> int:
+    """Return the context tokens of a batch: as SGLang keeps them, a number, else added up.
 
     By NumPy: PyTorch's own sum wakes its threads, which takes 50 microseconds now and then.
     """
+    total: int | None = batch.seq_lens_sum
+    if total is not None:
+        return total
     lengths = batch.seq_lens_cpu
     if lengths is not None:
         return int(lengths.numpy().sum())

@@ -1,24 +1,13 @@
 """The GPU measurements' alternating blocks of rounds: how they are made, and what they say."""
 
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from engine_hooks.background import BackgroundWriter
 from engine_hooks.driver import Driver
-
-GPU = Path(__file__).parent / "gpu"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, GPU / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.gpu_modules import load
 
 blocks, control_plugin = load("blocks"), load("control_plugin")
 

@@ -1,21 +1,12 @@
 """The GPU measurement of the kinds of off: how rounds become blocks, and what blocks say."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-GPU = Path(__file__).parent / "gpu"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, GPU / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.gpu_modules import GPU, load
 
 
 @pytest.fixture(scope="module")
