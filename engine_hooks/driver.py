@@ -421,6 +421,8 @@ class Driver:
             correct = launch.correct = launch.result.num_correct_drafts_per_req_cpu
             if correct is not None and launch.tier is not None and self.governor is not None:
                 self.governor.result(launch.tier, launch.num_steps, launch.cold_start, correct)
+        if launch.decode:
+            self.load.add(launch.tokens)
         try:
             self._record(launch, requests, finished)
         except Exception:  # Only some ranks record: it must change nothing that they share.

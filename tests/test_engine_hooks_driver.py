@@ -19,10 +19,10 @@ from engine_hooks.bench_decision import stand_in_checkpoint
 from engine_hooks.driver import HAND_OVER_ROUNDS, MAX_LAUNCHES, Driver
 from engine_hooks.governor import Governor
 from engine_hooks.guard import Guard
-from engine_hooks.load import READ_EVERY, LoadReader
+from engine_hooks.load import COUNT_EVERY, READ_EVERY, LoadReader
 from engine_hooks.params import GovernedParams
 from engine_hooks.rounds import Processed
-from engine_hooks.symbols import SKIP_DRAFT_EXTEND
+from engine_hooks.symbols import SKIP_DRAFT_EXTEND, context_tokens
 from engine_hooks.tiers import costed_tiers, runnable
 
 
@@ -641,7 +641,7 @@ def test_a_governor_takes_a_batch_beyond_its_table():
     assert governor.policy_tier(9, 0, 100, 0.5) == 0
 
 
-def test_the_load_is_read_now_and_then():
+def test_the_load_is_read_now_and_then_and_grows_in_between():
     reader, here = LoadReader(), scheduler()
     free = iter(range(750, 0, -50))
     here.token_to_kv_pool_allocator.available_size = lambda: next(free)
@@ -655,28 +655,66 @@ def test_the_load_is_read_now_and_then():
     seen = []
     for _ in range(READ_EVERY + 1):
         seen.append(read(*large))
-        for request in large:
-            request.output_ids.append(1)
-    assert seen == [(40 * 11, 0.25)] * READ_EVERY + [(40 * (11 + READ_EVERY), pytest.approx(0.3))]
+        reader.add(40)
+        large[0].output_ids.append(1)  # Not looked at.
+    grown = [40 * (11 + i) for i in range(READ_EVERY + 1)]
+    assert seen == list(zip(grown, [0.25] * READ_EVERY + [pytest.approx(0.3)], strict=True))
+    now = grown[-1] + 40
     # A few requests less have the mean; with many less it is read again.
-    assert read(*large[:36]) == (36 * (11 + READ_EVERY), pytest.approx(0.3))
-    assert read(*large[:34]) == (34 * (12 + READ_EVERY), pytest.approx(0.35))
+    assert read(*large[:36]) == (now * 36 // 40, pytest.approx(0.3))
+    assert read(*large[:34]) == (34 * 11 + READ_EVERY + 1, pytest.approx(0.35))
     # One of few is many.
-    assert read(*large[:3]) == (3 * (12 + READ_EVERY), pytest.approx(0.4))
-    assert read(*large[:2]) == (2 * (12 + READ_EVERY), pytest.approx(0.45))
+    assert read(*large[:3]) == (3 * 11 + READ_EVERY + 1, pytest.approx(0.4))
+    assert read(*large[:2]) == (2 * 11 + READ_EVERY + 1, pytest.approx(0.45))
     # Few are read every time.
     large[0].output_ids.append(1)
-    assert read(*large[:2]) == (2 * (12 + READ_EVERY) + 1, pytest.approx(0.5))
-    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 1, pytest.approx(0.55))
+    assert read(*large[:2]) == (2 * 11 + READ_EVERY + 2, pytest.approx(0.5))
+    assert read(*large[:8]) == (8 * 11 + READ_EVERY + 2, pytest.approx(0.55))
     large[0].output_ids.append(1)
-    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 1, pytest.approx(0.55))
+    assert read(*large[:8]) == (8 * 11 + READ_EVERY + 2, pytest.approx(0.55))
     reader.forget()
-    assert read(*large[:8]) == (8 * (12 + READ_EVERY) + 2, pytest.approx(0.6))
+    assert read(*large[:8]) == (8 * 11 + READ_EVERY + 3, pytest.approx(0.6))
     # What SGLang keeps goes first.
     reader.forget()
     assert read(*large[:2], seq_lens_cpu=SimpleNamespace(numpy=lambda: np.array([70, 7])))[0] == 77
     reader.forget()
     assert read(*large[:2], seq_lens_sum=78)[0] == 78
+
+
+def test_what_the_load_grew_by_is_replaced_by_a_count_in_time():
+    reader = LoadReader()
+    large = [Request(str(i), prompt=10) for i in range(40)]
+    for _ in range(COUNT_EVERY):
+        reader.update(None, batch("decode", large), 40)
+        reader.add(1)
+    assert reader.context_tokens == 40 * 11 + COUNT_EVERY
+    reader.update(None, batch("decode", large), 40)
+    assert reader.context_tokens == 40 * 11
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_context_of_a_large_batch_follows_its_results(params, overlap):
+    """Between two counts it is what a count would have given at every decision."""
+    driver = Driver()
+    driver.governor, driver.params, driver.mode = governor_on_lists(), params, "on"
+    seen = []
+    driver.governor.policy_tier = lambda *what: seen.append(what[2]) or 1
+    worker, here = Worker(params), scheduler()
+    running = [Request(str(i), prompt=10) for i in range(40)]
+    counted, waiting = [], []
+    for _ in range(20):
+        ran = batch("decode", running)
+        counted.append(context_tokens(ran))
+        waiting.append((ran, driver.run_batch(worker.run, here, ran)))
+        if len(waiting) > overlap:
+            ran, result = waiting.pop(0)
+            driver.process_batch_result(keep, here, ran, result)
+            for request, correct in zip(
+                running, result.num_correct_drafts_per_req_cpu, strict=True
+            ):
+                request.output_ids.extend([1] * (1 + correct))
+    assert driver.fallbacks == 0
+    assert seen == counted
 
 
 def test_for_a_trace_the_load_is_read_at_every_round():
